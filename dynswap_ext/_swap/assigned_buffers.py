@@ -1,15 +1,17 @@
-"""What a forward assigns to a buffer: a master takes the old one's place, on its device and in its dtype.
+"""Makes a master of what a forward assigns to a buffer, on the device of the master that it replaces.
 
 Note [Assigned in a graph]
-A graph of torch.compile assigns buffers when it is over, all at once, and until then code may write in place
-to what it has assigned, or to another name of it. So the master that the graph makes may be outdated. The
-graph assigns two things: the master, and in the module's `__dict__`, under the buffer's own name, the tensor
-that was assigned. As in plain torch, what is in the `__dict__` hides the buffer: whoever reads the attribute
-gets what the forward has assigned, in the same graph too. `settle` makes the master equal to it, and takes it
-away, when somebody asks for masters, or a graph reads the buffer. No guard of a graph looks there.
+A graph of torch.compile assigns buffers at its end, all at once. Until then, code may write in place to the
+tensor that it has assigned, or to an alias. So the master that the graph makes of the tensor may be outdated.
+Therefore the graph assigns two things: the master to the buffer, and the tensor itself to the module's
+`__dict__`, under the buffer's name. As in plain torch, an entry in the `__dict__` hides the buffer: to read
+the attribute returns what the forward has assigned, also within the graph. `settle` writes that to the
+master, and removes the entry, when masters are asked for or a graph reads the buffer. No guard of a graph
+checks the entry.
 
-In a graph a buffer was assigned if it is not the one that the module had when the graph began, which is an
-attribute that the tracer does not look into, and reads anew: see Note [Buffers are inputs of a graph].
+While a graph is traced, a buffer has been assigned if it is not the one that the module had when the graph
+began. The attribute `before_name` returns the latter. The tracer does not look into that attribute, so each
+call of the graph reads it again: see Note [Buffers are inputs of a graph].
 """
 
 from __future__ import annotations
@@ -27,28 +29,32 @@ from dynswap_ext._swap.lifted_masters import is_lifted, master_of_assigned
 from dynswap_ext._swap.state import session_of
 from dynswap_ext._util.untraced import untraced
 
-#: Modules whose buffers a graph has looked at.
-#: LOCK: `_looking`; a set that grows cannot be gone through.
+#: Modules of which a graph has read a buffer.
+#: LOCK: `_looking`, because a set cannot be iterated over while another thread adds to it.
 _seen: Final[weakref.WeakSet[nn.Module]] = weakref.WeakSet()
 _looking: Final = threading.Lock()
 
 
 def before_name(name: str) -> str:
-    """Return the attribute that holds the buffer which a module had when the graph began."""
+    """Return the name of the attribute that returns a buffer as it was when the graph began."""
     return f"_dynswap_before_{name}"
 
 
 def live_name(name: str) -> str:
-    """Return the attribute that holds the tensor which was handed out for a buffer."""
+    """Return the name of the attribute that returns the tensor which a graph is handed out for a buffer."""
     return f"_dynswap_live_{name}"
 
 
 def before(name: str) -> property:
+    """Return the property that a swap class has as `before_name(name)`."""
     return property(_Before(name).__getitem__)
 
 
 class _Before(dict[nn.Module, torch.Tensor]):
-    """Always empty: `dict.__getitem__`, which is in C, comes to `__missing__`."""
+    """Returns a module's buffer for the module as key. It stays empty, so each lookup calls `__missing__`.
+
+    Its `__getitem__` is a function in C: torch.compile does not trace a property that has it as getter.
+    """
 
     __slots__ = ("_name",)
 
@@ -63,12 +69,19 @@ class _Before(dict[nn.Module, torch.Tensor]):
 
 
 def assigned_in_graph(module: Any, before_graph: str, buffer: torch.Tensor | None) -> bool:
-    """Whether the graph that is being traced has assigned a buffer: its `__dict__` has what."""
+    """Return whether the graph that is being traced has assigned the module's present `buffer`.
+
+    `before_graph` is its `before_name`. If so, the assigned tensor is in the module's `__dict__`.
+    """
     return buffer is not None and buffer is not getattr(module, before_graph)
 
 
 def as_buffer(module: Any, name: str, value: torch.Tensor) -> torch.Tensor:
-    """What takes a buffer's place where a forward assigns what it computed: a master as the old one was."""
+    """Return the tensor to store where `value` is assigned to an attribute of an installed module.
+
+    For a buffer to which a forward assigns what it has computed, that is a master: on the device of the old
+    master, and in its dtype unless the forward has changed the dtype. In other cases it is `value` itself.
+    """
     session = session_of(module)
     held = module.__dict__
     buffers = held.get("_buffers", {})
@@ -89,22 +102,23 @@ def as_buffer(module: Any, name: str, value: torch.Tensor) -> torch.Tensor:
     if is_lifted(old):
         return master_of_assigned(value, old)
     if value.dtype == computed and value.shape == old.shape and value is getattr(module, name):
-        return cast(torch.Tensor, old)  # what was handed out, written in place: the master gets that
+        return cast(torch.Tensor, old)  # the handed-out tensor itself: what is written on it reaches `old`
     if value.dtype == computed:
         return value.to(device=old.device, dtype=old.dtype)
     if session.dtype is not None:
-        session.keep_dtype(module, name)  # the old buffer was cast into another one
+        session.keep_dtype(module, name)  # the old buffer was cast into another dtype
     return value.to(device=old.device)
 
 
 def _master_of_graph(
     session: Any, module: Any, name: str, value: torch.Tensor, old: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return the master for a buffer that a graph assigns, as the old one was.
+    """Return the master that a graph stores where it assigns `value` to the buffer whose master is `old`.
 
-    A graph cannot ask the session about one weight: `settle` corrects the dtype.
+    A graph cannot ask the session in which dtype it hands out this buffer, so the session's dtype is assumed.
+    `settle` corrects the master if that is wrong.
     """
-    if old is None:  # the graph may have assigned that itself
+    if old is None:  # the graph itself may have assigned None
         old = getattr(module, before_name(name))
     if old is None or value.device != session.device:
         return value
@@ -122,14 +136,14 @@ def forget_assigned(module: Any, name: str) -> None:
     if "_buffers" not in held or name not in held["_buffers"]:
         return
     if torch.compiler.is_dynamo_compiling():
-        held[name] = None  # whether there is something, a guard would have to tell
+        held[name] = None  # to remove an entry only if there is one, the graph would need a guard
     else:
         held.pop(name, None)
 
 
 @untraced
 def settle_all() -> None:
-    """Settle the modules of every install."""
+    """Write what graphs have assigned to buffers to the masters, in the modules of all installs."""
     with _looking:
         modules = list(_seen)
     for module in modules:
@@ -138,11 +152,11 @@ def settle_all() -> None:
 
 @untraced
 def settle(module: nn.Module) -> None:
-    """Bring what a graph has assigned to a module's buffers to the masters."""
+    """Write what graphs have assigned to a module's buffers to the masters (Note [Assigned in a graph])."""
     held, session = vars(module), session_of(module)
     names = [name for name in held.get("_buffers") or () if name in held]
     if names and session is not None:
-        session.flush_module(module)  # what was handed out may have been written, and assigned again
+        session.flush_module(module)  # a graph may assign the handed-out tensor, and have written on it
     for name in names:
         assigned, master = held.pop(name), module._buffers[name]
         if session is None or assigned is None or master is None or assigned is master:

@@ -1,18 +1,17 @@
 """Which weights an install with a dtype casts.
 
 Note [What dtype= casts]
-``install(model, dtype=...)`` computes what ``model.to(dtype)`` would: it casts the floating masters that
-the model has then, but for those that their library keeps in float32 (Note [Kept in float32]). What is
-registered later keeps its dtype if that is wider, so it is not rounded, as in a model that was cast before.
-peft, for instance, puts adapters in float32 over a base in half precision. What has a narrower dtype, or one
-of the same width, is cast. Three things come later and are not new:
+``install(model, dtype=...)`` casts what ``model.to(dtype)`` would: the floating masters that the model has at
+that time, except those that their library keeps in float32 (Note [Kept in float32]). A master that is
+registered later keeps its dtype if that is wider, so that it is not rounded. The same happens to a model that
+was cast with `.to`: peft, for example, puts adapters in float32 over a base in half precision. If the dtype
+of a later master is narrower, or of the same width, it is cast. Three kinds of masters come later but are not
+new. They are cast like those of the install:
 
-- Another master under a name that is served, as `load_state_dict(assign=True)` brings it.
+- A master that replaces another one under its name, as with `load_state_dict(assign=True)`.
 - A master that is served already, under another name or in another module (a tie, a parametrization).
-- A copy of an installed module. Copies are plain and have the masters' dtype, while the copy of a cast module
-  has the dtype of the compute. So this module notes what was cast.
-
-These are cast as before.
+- A master in a copy of an installed module. The copy is plain and has the masters' dtype, while a copy of a
+  module that `.to` has cast would have the dtype of the compute. So this module notes which masters are cast.
 """
 
 from __future__ import annotations
@@ -28,14 +27,14 @@ from dynswap_ext._swap.kept_in_float32 import dtype_of
 from dynswap_ext._swap.state import session_of
 from dynswap_ext._util.own_masters import own_masters
 
-#: Copies of installed modules: the dtype into which the original was cast, and the names of what was.
+#: By a copy of an installed module: the dtype into which the original's masters are cast, and their names.
 _copies: Final[weakref.WeakKeyDictionary[nn.Module, tuple[torch.dtype, frozenset[str]]]] = (
     weakref.WeakKeyDictionary()
 )
 
 
 def note_copy(module: nn.Module, copied: object) -> None:
-    """Note which weights of a module are cast, in case its copy joins an install."""
+    """Note which weights of an installed module are cast, in case its copy `copied` joins an install."""
     session = session_of(module)
     if session is None or session.dtype is None or not isinstance(copied, nn.Module) or copied is module:
         return
@@ -49,6 +48,9 @@ def note_copy(module: nn.Module, copied: object) -> None:
 
 
 def cast_as_copies(modules: Sequence[nn.Module], dtype: torch.dtype | None) -> dict[int, frozenset[str]]:
-    """Return the names of masters that are cast although they join later, by their module's place."""
+    """Return the names of masters to cast in modules that join an install later, by place in `modules`.
+
+    The modules are copies of installed ones, in which these masters are cast into the same dtype.
+    """
     noted = {place: _copies.get(module) for place, module in enumerate(modules)} if _copies else {}
     return {place: note[1] for place, note in noted.items() if note is not None and note[0] == dtype}

@@ -1,6 +1,7 @@
-"""The elements that differ between a master and a tensor that was made of it.
+"""Finds the elements in which a tensor differs from the master that it was made of.
 
-Only these are written to the master. The others keep its precision, which the tensor may not have.
+Only these are written to the master. The others keep their values, which a tensor of another dtype may have
+rounded.
 """
 
 from __future__ import annotations
@@ -13,7 +14,10 @@ _BITS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the elements as integers, so that NaN equals NaN and 0.0 is not -0.0; a complex one is two."""
+    """Return the bits of floating elements as integers, so that NaN equals NaN, and 0.0 differs from -0.0.
+
+    A complex element becomes two, in a last dimension of its own. Other tensors are returned as they are.
+    """
     tensor = tensor.resolve_conj().resolve_neg()
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
@@ -23,7 +27,7 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def changed_elements(tensor: torch.Tensor, original: torch.Tensor) -> torch.Tensor:
-    """Return a mask of the elements of `tensor` whose bits are not those of `original`, of the same dtype."""
+    """Return a mask of the elements whose bits differ between two tensors of the same dtype and shape."""
     changed = bits(tensor) != bits(original)
     return changed.any(-1) if tensor.is_complex() else changed
 

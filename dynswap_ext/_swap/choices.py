@@ -16,17 +16,17 @@ from dynswap_ext.errors import ConfigError
 
 
 class Chosen(NamedTuple):
-    """What the options name in a tree, by the places of the modules in it."""
+    """The weights that `keep` and `ignore` name in a list of modules, by a module's place in the list."""
 
     #: The modules that are left alone, because `ignore` names all weights in them.
     left_alone: set[int]
-    #: The names of a module's own weights that stay on the device, and of those that are left alone.
+    #: The names of a module's own weights that stay on the device (`keep`) or are left alone (`ignore`).
     keep: dict[int, frozenset[str]]
     ignore: dict[int, frozenset[str]]
 
 
 class _Named(NamedTuple):
-    """What the patterns say of one module."""
+    """The own weights of one module that the patterns of `keep` and `ignore` match."""
 
     module: weakref.ref[nn.Module]
     left_alone: bool
@@ -43,7 +43,7 @@ class Choices:
 
     def __init__(self, keep: Sequence[str], ignore: Sequence[str]) -> None:
         self._patterns = {"keep": tuple(keep), "ignore": tuple(ignore)}
-        #: By the id of a module, which another one may get when the module is dead.
+        #: By the id of a module. After its death another module may have the id, so `_named` compares.
         self._of: dict[int, _Named] = {}
 
     def survey(self, root: nn.Module) -> None:
@@ -52,7 +52,7 @@ class Choices:
         Raises
         ------
         ConfigError
-            A pattern matches no weight, or `keep` and `ignore` name the same one.
+            A pattern matches no weight, `keep` and `ignore` name the same one, or `ignore` names all weights.
         """
         if not any(self._patterns.values()):
             return
@@ -95,7 +95,7 @@ class Choices:
         return chosen
 
     def ignores(self, module: nn.Module, name: str) -> bool:
-        """Return whether a weight of the module is left alone."""
+        """Return whether `ignore` names the weight that the module has under this name."""
         named = self._named(module)
         return named is not None and name in named.ignore
 
@@ -122,7 +122,7 @@ def _matches(name: str, pattern: str) -> bool:
 
 
 def _paths(name: str) -> Iterator[str]:
-    """Yield the names of the modules that contain a weight, and its own: a, a.b, a.b.weight."""
+    """Yield the names of the modules that contain a weight, then the weight's own: a, a.b, a.b.weight."""
     words = name.split(".")
     for end in range(1, len(words) + 1):
         yield ".".join(words[:end])

@@ -1,11 +1,12 @@
-"""A swap class counts as its original wherever classes are compared.
+"""Makes a swap class count as its original class wherever classes are compared.
 
 Note [A swap class equals its original]
-Libraries look up what they know of a module by its class: ``registry[type(module)]``, ``type(a) == type(b)``,
-``type(module) in classes``. A swap class has its original's methods, so what is known of those holds for it.
-It equals its original, and has its hash; all swap classes of one original are equal, and what is an instance
-of the original is one of theirs. ``type(module) is cls`` tells them apart, and so do pickles and code that
-compares addresses, as torch.compile's guards do. A class that is derived from a swap class is one of its own.
+Libraries look up facts about a module by its class: ``registry[type(module)]``, ``type(a) == type(b)``,
+``type(module) in classes``. A swap class inherits the methods of its original, so the facts hold for it too.
+Therefore a swap class equals its original and has the same hash. All swap classes of one original are equal,
+and an instance of the original is an instance of each of them. ``type(module) is cls`` still tells them
+apart, and so do pickle and code that compares addresses, such as the guards of torch.compile. A class that is
+derived from a swap class equals neither.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from typing import Any, Final
 
 from dynswap_ext._swap.state import original_class
 
-#: By the metaclass of the original. Weak, as each holds its key.
+#: Metaclasses of swap classes, by the metaclass of their originals. A value is derived from its key, so a
+#: strong reference to the value would keep the key alive.
 _metaclasses: Final[weakref.WeakKeyDictionary[type, weakref.ref[type]]] = weakref.WeakKeyDictionary()
 
 
@@ -45,7 +47,8 @@ def _make(metaclass: Any) -> type:
             original = original_class(cls)
             return super().__hash__() if original is cls else hash(original)
 
-        # By the order of bases alone: an ABC asks its subclasses, of which a swap class is one.
+        # The checks of `type` look at the bases alone. Those of an ABC would ask the subclasses of the
+        # original, among them the swap class, and so come back here.
 
         def __instancecheck__(cls, instance: Any) -> Any:
             original = original_class(cls)

@@ -1,9 +1,9 @@
 """The swap class: the subclass that takes a module's class's place while it is installed.
 
-One per original class and provider. It bears the original's names, adds nothing that an instance would
-carry, and routes attribute access of parameters and buffers to the provider's descriptor. Everything
-else that it overrides keeps two promises: whoever asks for masters gets masters that are up to date, and
-whoever copies, slices or pickles an installed module gets a plain one.
+There is one for each original class, provider and naming. By default it has the names of its original. It
+adds no attributes to instances, and puts a descriptor of the provider in the place of each parameter and
+buffer. Its other methods keep three promises: masters that are asked for are up to date, what is registered
+on an installed module joins the install, and copies, slices and pickles of an installed module are plain.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ from dynswap_ext._swap.state import is_scripted, modules_of, original_class, ses
 from dynswap_ext._swap.torch_modules import namespace_for
 from dynswap_ext.errors import ConfigError
 
-#: From the original class: the swap class's ``__name__``, and what else stands in its namespace.
+#: Returns the ``__name__`` of a swap class and further entries of its namespace, given its original class.
 ClassNaming = Callable[[type], tuple[str, dict[str, Any]]]
 
 # Reentrant: a metaclass's code runs under it.
 _lock = threading.RLock()
-# Values are weak too: a swap class holds its original (its base), and would keep it alive for ever.
+# Values are weak, too: a swap class holds its original, the key, as a base, and would keep it alive for ever.
 # LOCK: guarded by `_lock`.
 _swap_classes: weakref.WeakKeyDictionary[
     type, weakref.WeakValueDictionary[tuple[type, ClassNaming | None], type]
@@ -60,11 +60,11 @@ def swap_class(cls: type, attribute_type: type, naming: ClassNaming | None = Non
     """Find or make the swap class of a module class.
 
     `attribute_type` is the provider's data descriptor: ``attribute_type(name, getter)`` serves one name, and
-    torch.compile may trace `getter` in its place. `naming` gives swap classes a name of their own (`compat`);
-    by default they have the original's.
+    torch.compile may trace `getter` in its place. `naming` gives swap classes another name (`compat`); by
+    default they have that of the original.
 
-    Returns None for a class that cannot be swapped: that of a TorchScript module, whose attributes live in
-    C++, and classes whose instances refuse another class.
+    Returns None for a class that cannot be swapped: the class of a TorchScript module, whose attributes live
+    in C++, one that cannot be derived from, and one whose instances cannot be given the derived class.
     """
     cls = original_class(cls)
     if is_scripted(cls):
@@ -79,13 +79,13 @@ def swap_class(cls: type, attribute_type: type, naming: ClassNaming | None = Non
 
 
 def ensure(swap: type, name: str) -> bool:
-    """Put the provider's descriptor for `name` on a swap class, once; False if it cannot serve it.
+    """Put the provider's descriptor for `name` on a swap class if it is not there; return whether it serves.
 
-    What the original class defines itself (a property, a class attribute) keeps its say.
+    It does not serve a name that the original class defines itself, as a property or a class attribute.
     """
     owner: Any = next(base for base in swap.__mro__ if is_swap_class(base))
     if is_copy(owner):
-        # What is on the class below stays where it is if the parametrisation is taken off.
+        # It goes on the base, which the module keeps if the parametrisation is removed.
         return ensure(owner.__bases__[0], name) and name not in owner.__dict__
     present = owner.__dict__.get(name)
     if present is not None:
@@ -103,7 +103,7 @@ def ensure(swap: type, name: str) -> bool:
 
 
 def is_swap_class(cls: type) -> bool:
-    """Whether `cls` is a swap class itself, not one derived from it."""
+    """Return whether `cls` is a swap class itself, and not a class that is derived from one."""
     return "_dynswap_original" in cls.__dict__
 
 
@@ -133,7 +133,7 @@ def _make(cls: type, attribute_type: type, naming: ClassNaming | None) -> type |
     }
     becomes = getattr(cls, "cls_to_become", None)
     if isinstance(becomes, type) and issubclass(cls, nn.modules.lazy.LazyModuleMixin):
-        # A lazy module sets its class to this one when it turns real; it stays installed then.
+        # A lazy module sets its class to this one when it gets its weights, and so stays installed.
         namespace["cls_to_become"] = swap_class(becomes, attribute_type, naming)
     try:
         for bases in _bases_for(cls):
@@ -146,26 +146,26 @@ def _make(cls: type, attribute_type: type, naming: ClassNaming | None) -> type |
 
 
 def _bases_for(cls: type) -> Iterator[tuple[type, ...]]:
-    """Bases to try for a swap class of `cls`."""
-    if issubclass(cls, _Swapped):  # it was derived from a swap class, and has it all
+    """Yield the bases to try for a swap class of `cls`, one choice after the other."""
+    if issubclass(cls, _Swapped):  # it was derived from a swap class, and has all of its behaviour
         yield (cls,)
         return
-    if not issubclass(cls, torch.fx.GraphModule):  # it knows its classes by their names
+    if not issubclass(cls, torch.fx.GraphModule):  # which tells its classes by the names of their bases
         yield _Swapped, cls
-    # Python refuses the class for instances of a `cls` whose first base has no `__dict__` (ABC, Generic)
-    # unless `cls` is the first base. Then nothing stands before an `__init_subclass__` of `cls`.
+    # If the first base of `cls` has no `__dict__` (ABC, Generic), Python lets instances of `cls` have a
+    # derived class only if `cls` is its first base. Then an `__init_subclass__` of `cls` would run.
     if not _has_init_subclass(cls):
         yield (_behaviour_over(cls),)
 
 
 def _has_init_subclass(cls: type) -> bool:
-    """Whether user code runs when `cls` is derived from."""
+    """Return whether deriving from `cls` runs another `__init_subclass__` than `object`'s or `Generic`'s."""
     owner = next(base for base in cls.__mro__ if "__init_subclass__" in base.__dict__)
     return owner is not object and owner.__module__ != "typing"
 
 
 def _assignable(made: type, cls: type) -> bool:
-    """Whether instances of `cls` can be given the class `made`: Python's own rule for `__class__`."""
+    """Return whether Python lets instances of `cls` have the class `made`, by its rule for `__class__`."""
     ours, theirs = _layout_root(made), _layout_root(cls)
     return ours is theirs or (ours.__base__ is theirs.__base__ and _layout(ours) == _layout(theirs))
 
@@ -182,7 +182,7 @@ def _layout(cls: type) -> tuple[int, ...]:
 
 
 def _initialiser(cls: type) -> Callable[..., None]:
-    # `self.__class__(...)`, as a container does for its slices, makes a plain module.
+    # `self.__class__(...)`, with which containers make their slices, gives a plain module.
     initialise: Callable[..., None] = cls.__init__  # type: ignore[misc]
 
     @functools.wraps(initialise)
@@ -195,7 +195,7 @@ def _initialiser(cls: type) -> Callable[..., None]:
 
 
 def _behaviour_over(base: type) -> type:
-    """What every swap class does, as a class over `base`."""
+    """Make the class of the methods that all swap classes have, derived from `base`."""
 
     class _Swapped(base):  # type: ignore[misc]
         if base is not object:
@@ -210,8 +210,8 @@ def _behaviour_over(base: type) -> type:
         _dynswap_stays = True
 
         def __init_subclass__(cls, **kwargs: Any) -> None:
-            # The original's own hook is not run: it may want arguments, or register the class somewhere, and
-            # a swap class is no new kind of module. A class that a user derives from a swap class is.
+            # For a swap class, the original's own hook does not run: it may require arguments or register
+            # the class, and a swap class is no new kind of module. It runs for a class that a user derives.
             if "_dynswap_original" not in cls.__dict__:
                 super().__init_subclass__(**kwargs)
 
@@ -219,7 +219,8 @@ def _behaviour_over(base: type) -> type:
         def _dynswap_ensure(cls, name: str) -> bool:
             return ensure(cls, name)
 
-        # What is registered after the install joins it; a handed-out tensor stands for its master.
+        # What is registered after the install joins it. In place of a handed-out tensor its master is
+        # registered.
 
         def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
             super().register_parameter(name, master_of(param))
@@ -250,7 +251,7 @@ def _behaviour_over(base: type) -> type:
             super().add_module(name, module)
             _join(self, module)
 
-        # Whoever is about to read or write masters finds in them what was written on handed-out tensors.
+        # Before masters are read or written, what was written on handed-out tensors is written to them.
 
         def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
             _flush_module(self)
@@ -284,7 +285,8 @@ def _behaviour_over(base: type) -> type:
             with noting_casts(self), _masters_change(self):
                 return super()._apply(staying(self, fn) if self._dynswap_stays else fn, *args, **kwargs)
 
-        # TorchScript calls this before it compiles. Tracing and export call the model: see `_call_begins`.
+        # TorchScript calls this before it compiles. torch.jit.trace calls the model, and is refused there
+        # (`_call_begins` in _installation.py).
 
         def __prepare_scriptable__(self) -> Any:
             if session_of(self) is not None:
@@ -295,14 +297,15 @@ def _behaviour_over(base: type) -> type:
                 )
             return self
 
-        # Copies and pickles are plain modules. What no class has by itself (`__deepcopy__`) is not here: a
-        # wrapper that forwards attributes, as peft's do, would copy the module inside in place of itself.
+        # Copies and pickles are plain modules. Only methods that every class has are overridden here, and
+        # not `__deepcopy__`: a wrapper that forwards attributes, such as peft's, would find the one of the
+        # module inside, and a copy of the wrapper would be a copy of that module.
 
         def __reduce_ex__(self, protocol: Any) -> Any:
             _flush_module(self)
             return plain_reduction(self, super().__reduce_ex__(protocol))
 
-        if sys.version_info >= (3, 11):  # since then each class has one
+        if sys.version_info >= (3, 11):  # since then every class has `__getstate__`
 
             def __getstate__(self) -> Any:
                 _flush_module(self)
@@ -315,9 +318,12 @@ _Swapped: Final = _behaviour_over(object)
 
 
 def _still_swapped(module: Any, cls: Any) -> Any:
-    """The class that an installed module gets where somebody sets its class to `cls`: it stays installed."""
+    """Return the class that a module gets when other code sets its class to `cls`.
+
+    For an installed module it is the swap class of `cls`, so that the module stays installed.
+    """
     if session_of(module) is None or not isinstance(cls, type) or hasattr(cls, "_dynswap_original"):
-        return cls  # one that was derived from the swap class has what that has
+        return cls  # a swap class, or a class that is derived from one, keeps the module installed
     swap = type(module)
     made = swap_class(cls, swap._dynswap_attribute, swap._dynswap_naming)
     if made is None:
@@ -329,7 +335,7 @@ def _still_swapped(module: Any, cls: Any) -> Any:
 
 def _adopt(module: Any, name: str) -> None:
     if torch.compiler.is_dynamo_compiling():
-        return  # a graph may put another master under a name that is served, and register no new ones
+        return  # a graph may put another master under a name that is served, and registers no new names
     session = session_of(module)
     if session is not None and ensure(type(module), name):
         session.adopt(module, name)
@@ -345,7 +351,10 @@ def _join(module: Any, child: Any) -> None:
 
 
 def _put_masters(root: nn.Module) -> None:
-    """Replace handed-out tensors that plain modules own, such as parametrisations, by their masters."""
+    """Replace the handed-out tensors that modules of a tree have registered by their masters.
+
+    A parametrisation, for example, registers the weight as it has read it from the installed module.
+    """
     for module in modules_of(root):
         if not is_scripted(type(module)):
             held: list[dict[str, Any]] = [module._parameters, module._buffers]
@@ -354,7 +363,11 @@ def _put_masters(root: nn.Module) -> None:
 
 
 def _before_removal(module: Any, name: str) -> None:
-    """Make the tensor that a forward was handed out represent its master, which is leaving its module."""
+    """Prepare for the removal of a parameter or buffer from a module.
+
+    If a forward removes it, the tensor that it was handed out represents the master from then on, so that it
+    can be registered again. What a graph has assigned to a buffer of this name is forgotten.
+    """
     session = session_of(module)
     if session is not None:
         forget_assigned(module, name)
@@ -367,7 +380,11 @@ def _before_removal(module: Any, name: str) -> None:
 
 
 def _master_at(module: Any, target: str, members: str, otherwise: Callable[[str], Any]) -> Any:
-    """What `get_parameter` and `get_buffer` return: they name a master, as `named_parameters` does."""
+    """Return the master at a dotted path, with pending writes, for `get_parameter` and `get_buffer`.
+
+    `members` is the dict of the module in which masters of the kind are. If it has no master of the name,
+    `otherwise`, which is torch's own method, is asked.
+    """
     path, _, name = target.rpartition(".")
     owner = module.get_submodule(path)
     master = vars(owner).get(members, {}).get(name)
@@ -379,7 +396,11 @@ def _master_at(module: Any, target: str, members: str, otherwise: Callable[[str]
 
 
 def take_pending() -> None:
-    """Take to the masters what no session knows of: writes of graphs, and attributes set on wrappers."""
+    """Write to the masters what sessions do not know of, in all installs.
+
+    That is what graphs have assigned to buffers, and attributes that were set on handed-out tensors of
+    subclasses.
+    """
     flush_graphs()
     take_attributes()
 
@@ -402,7 +423,7 @@ def _flush_module(module: Any) -> None:
 
 @contextlib.contextmanager
 def _masters_change(module: Any) -> Iterator[None]:
-    """Let the masters of a module be replaced or written inside the block."""
+    """Bring a module's masters up to date, let the block replace or write them, and check them after it."""
     session = session_of(module)
     settle(module)
     release_inputs()

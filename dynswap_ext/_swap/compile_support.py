@@ -1,17 +1,19 @@
-"""What torch.compile sees of an installed model: a weight is fetched by an operator of the graph.
+"""What torch.compile sees of an installed model: an operator of the graph fetches each weight.
 
-The native provider's descriptor is a property whose getter nobody calls but torch.compile's tracer. The
-graph takes the masters as its inputs, as that of a plain model takes its parameters, and
-`dynswap_ext::fetch` streams them where they are used.
+The descriptor of a provider is a property whose getter only the tracer of torch.compile runs. The inputs of
+the graph are masters, as those of a plain model's graph are its parameters, and the operator
+`dynswap_ext::fetch` brings each of them to the device where it is used.
 
 Note [Buffers are inputs of a graph]
-A forward may write a buffer, in training (statistics) or not (a cache), and the master has to get that. What
-an operator of the graph returns is the graph's own, and writes on it are gone with it. So the graph takes the
-handed-out tensor itself as an input: the tracer is given an attribute that it does not look into, a property
-whose getter is a function in C, and reads that anew at each call. It then compares what it has read by its
-address, for which all of them have to be there at once: they are kept until the graph runs, or somebody asks
-what was written. Compiled code bumps the version of an input that it writes, as operations do.
-Large integers in eval mode are packed weights, which nobody writes: they are fetched as parameters are.
+A forward may write a buffer, in training (statistics) or not (a cache), and the write has to reach the
+master. What an operator of the graph returns belongs to the graph, and writes on it would be lost. So the
+graph takes the handed-out tensor of a buffer itself as an input. To that end the tracer is given an attribute
+that it does not look into, a property whose getter is a function in C. Each call of the graph reads it again,
+and guards then compare the addresses of the tensors that were read. So all of these have to be alive at the
+same time: they are kept until the graph runs, or until masters are asked for. Compiled code bumps the version
+of an input that it writes, as operations do, so the write is noticed.
+Large integer buffers of a module in eval mode are packed weights, which are not written: they are fetched as
+parameters are.
 """
 
 from __future__ import annotations
@@ -34,11 +36,11 @@ from dynswap_ext._swap.assigned_buffers import (
 from dynswap_ext._swap.state import STATE_KEY, session_of
 from dynswap_ext._util.untraced import untraced
 
-#: Buffers of integers with more bytes are weights of a quantised model.
+#: A buffer of integers with more bytes than this is a packed weight of a quantised model.
 _PACKED_BYTES: Final = 1 << 20
 
-#: What a forward gets for a master, or None if no install of this process serves it: the native provider's,
-#: once the extension is there. The graphs of the pure-Python provider convert masters themselves.
+#: Returns what a forward gets for a master, or None if no native session serves it. It is set when the native
+#: extension is loaded. The operator `dynswap_ext::fetch` copies a master of a pure-Python session itself.
 fetch_master: Callable[[torch.Tensor], torch.Tensor | None] | None = None
 
 
@@ -52,22 +54,31 @@ _kept = _Kept()
 
 
 def release_inputs() -> None:
+    """Drop the handed-out buffers that are kept on this thread as inputs of a graph.
+
+    See Note [Buffers are inputs of a graph].
+    """
     if _kept.inputs:
         _kept.inputs.clear()
 
 
 def flush_graphs() -> None:
-    """Bring what graphs have assigned and written to the masters."""
+    """Write what graphs have assigned to buffers to the masters, and drop their inputs that are kept."""
     settle_all()
     release_inputs()
 
 
 def live(name: str) -> property:
+    """Return the property that a swap class has as `live_name(name)`."""
     return property(_Live(name).__getitem__)
 
 
 class _Live(dict[nn.Module, torch.Tensor]):
-    """Always empty: `dict.__getitem__`, which is in C, comes to `__missing__`."""
+    """Returns what is handed out for a module's buffer, for the module as key, and keeps that.
+
+    It stays empty, so each lookup calls `__missing__`. Its `__getitem__` is a function in C: torch.compile
+    does not trace a property that has it as getter.
+    """
 
     __slots__ = ("_name",)
 
@@ -86,17 +97,21 @@ class _Live(dict[nn.Module, torch.Tensor]):
 
 
 def is_packed(buffer: torch.Tensor) -> bool:
+    """Return whether a buffer is a packed weight of a quantised model, as its dtype and size suggest."""
     return not (buffer.is_floating_point() or buffer.is_complex()) and buffer.nbytes > _PACKED_BYTES
 
 
-#: On which device, and in which dtype, a module is served its master of this name. None: as it is.
+#: Returns the device and dtype in which a module is handed out its master of a name; None: the master itself.
 PlaceOf = Callable[[nn.Module, str, torch.Tensor], tuple[torch.device, torch.dtype] | None]
 
 
 def _place_in_session(
     module: nn.Module, _: str, master: torch.Tensor
 ) -> tuple[torch.device, torch.dtype] | None:
-    """Return where a native session serves a master: the state tells, as a graph cannot ask a session."""
+    """Return the device and dtype in which a native session hands out a master; None: the master itself.
+
+    They are read from the module's state, because code that is traced cannot call the session.
+    """
     held = module.__dict__
     if STATE_KEY not in held:
         return None
@@ -106,7 +121,7 @@ def _place_in_session(
 
 
 def getter(name: str, place_of: PlaceOf = _place_in_session) -> Callable[[Any], Any]:
-    """The function to trace in place of an access to `name`."""
+    """Return the function that torch.compile traces in place of an access to `name`."""
     live_attribute, before_graph = live_name(name), before_name(name)
 
     def fetch_traced(module: Any) -> Any:
@@ -131,7 +146,7 @@ def getter(name: str, place_of: PlaceOf = _place_in_session) -> Callable[[Any], 
 
 
 def fetch(master: torch.Tensor, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    """What a graph gets for a weight that is not written."""
+    """Return what a graph gets for a weight that it does not write."""
     if not master.requires_grad or torch.is_grad_enabled():
         return cast(torch.Tensor, _fetch(master, device, dtype))
     with torch.enable_grad():  # a parameter requires gradients under no_grad(), too
@@ -139,19 +154,20 @@ def fetch(master: torch.Tensor, device: torch.device, dtype: torch.dtype) -> tor
 
 
 def _copied(tensor: torch.Tensor, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    """Return a copy, dense in the order of the strides, as what is handed out for a master is."""
+    """Return a dense copy whose dimensions are in the memory order of `tensor`, as handed-out tensors are."""
     return tensor.to(device=device, dtype=dtype, copy=True)
 
 
-# Invariant: it returns what `_copied` returns, for whose strides on a fake master the graph is made. With
-# mode="reduce-overhead" it runs between CUDA graphs: a replay would read what was streamed in the first call.
+# Invariant: the result has the strides of `_copied`, because the graph is compiled for the strides that
+# `_traced` gets from it. The tag keeps the operator out of CUDA graphs (mode="reduce-overhead"): a replay
+# would read what the first call has streamed.
 @torch.library.custom_op("dynswap_ext::fetch", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
 def _fetch(master: torch.Tensor, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    """The master on the device, through the install that serves it; a copy, which the graph may overwrite."""
+    """Return a copy of what the install hands out for a master, which the graph may overwrite."""
     release_inputs()
     with torch.no_grad():
         handed_out = None if fetch_master is None else fetch_master(master)
-        # None if the model was uninstalled since, or if this is no master but a view of one.
+        # It is None if no native session serves the master any more, or if this is a view of a master.
         return _copied(master if handed_out is None else handed_out, device, dtype)
 
 

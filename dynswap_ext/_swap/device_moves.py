@@ -1,13 +1,13 @@
-"""Masters stay where they are when a model is sent where it computes already.
+"""Keeps masters where they are when an installed model is moved to the device on which it computes.
 
 Note [Sent where it computes]
 Programs and libraries move a model to the device before they use it: ``model.to("cuda")``, ``pipe.to(...)``,
-a trainer's own placement. An installed model computes there, and its masters are elsewhere so that it fits;
-moving them would undo the install and run out of memory. So torch's own ways of moving (`to`, `cuda` and
-their like) leave masters, as they leave a tensor that is there already. `_apply` is where this is known, by
-which all of those go, also when a wrapper that is not installed was called, or a class with a `to` of its
-own. Plain tensors of a class with an `_apply` of its own do move. Casts and memory formats are asked for in
-the same calls, and are done.
+a trainer's own placement. An installed model computes there already, and its masters are elsewhere because
+they do not fit. To move them would undo the install and run out of memory. So torch's own methods (`to`,
+`cuda` and the like) leave masters where they are, as they leave a tensor that is on the device already. That
+is done in `_apply`, which all of these methods call, also if they were called on a wrapper that is not
+installed, or if a class overrides `to`. Plain tensors of a class that overrides `_apply` do move. Casts and
+memory formats that are asked for in the same call are done.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from dynswap_ext._swap.state import session_of
 from dynswap_ext._util.warn import caller, warn
 
 _Function = Callable[[torch.Tensor], torch.Tensor]
-#: Where torch defines `Module.to()`, `Module.cuda()` and the rest, and those for devices of others.
+#: Where torch defines `Module.to()`, `Module.cuda()` and the like, and such methods for other backends.
 _TORCH: Final = (nn.Module.__module__, torch.utils.backend_registration.__name__)
 
-#: Modules of trainers and pipelines, which place each model before they use it. Their users asked for no
-#: move.
+#: Modules of trainers and pipelines, which place each model before they use it. Their users have not asked
+#: for a move, and get no warning.
 _PLACING: Final = (
     "transformers.trainer",
     "transformers.pipelines",
@@ -41,16 +41,17 @@ _PLACING: Final = (
     "lightning_fabric",
 )
 
-#: Sessions whose user was told.
+#: Sessions for which no warning is due: there was one, or the user knows.
 _told: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def staying(module: nn.Module, function: _Function) -> _Function:
     """Return what `_apply` applies to the tensors of an installed module in place of `function`.
 
-    Mostly that is `function` itself: only torch's own are changed, because others know what they do.
+    A function of torch's own methods is wrapped, so that masters stay. Any other is returned as it is: its
+    caller may well mean to move masters.
     """
-    if isinstance(function, _Staying):  # of the module above, which may belong to another install
+    if isinstance(function, _Staying):  # made for the module's parent, which may belong to another install
         function = function.function
     session = session_of(module)
     if session is None or session.device.type == "cpu" or getattr(function, "__module__", None) not in _TORCH:
@@ -62,7 +63,7 @@ def staying(module: nn.Module, function: _Function) -> _Function:
 
 
 class _Staying(TorchFunctionMode):
-    """Calls a function. Masters that it sends to the session's device stay where they are."""
+    """Calls a function, and leaves masters where they are if it sends them to the session's device."""
 
     def __init__(self, function: _Function, session: Any, masters: list[torch.Tensor]) -> None:
         super().__init__()
@@ -73,7 +74,7 @@ class _Staying(TorchFunctionMode):
         self._tensors = {id(tensor): tensor for tensor in (*masters, *grads)}
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
-        if id(tensor) not in self._tensors:  # a plain one, of a class with an `_apply` of its own
+        if id(tensor) not in self._tensors:  # a plain tensor, of a class that overrides `_apply`
             return self.function(tensor)
         with self:
             return self.function(tensor)
@@ -110,12 +111,12 @@ def _with_index(device: torch.device) -> torch.device:
 
 
 def note_told(*sessions: Any) -> None:
-    """Note that the user knows of these sessions that a move of their models moves nothing."""
+    """Suppress the warning that a move of the models of these sessions moves nothing."""
     _told.update(sessions)
 
 
 def _tell(session: Any) -> None:
-    """Warn the caller, once for each session, that a move moves nothing, unless a trainer's or pipeline's."""
+    """Warn once for each session that a move moves nothing, unless a trainer or a pipeline asked for it."""
     if session in _told:
         return
     frame = caller(passing_on=("to", session.device.type))

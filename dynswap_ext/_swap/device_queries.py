@@ -1,24 +1,23 @@
-"""What an installed model answers to those who ask where, and in which dtype, it computes.
+"""What an installed model answers to code that asks on which device, and in which dtype, it computes.
 
 Note [Where a model computes]
-Libraries put inputs, masks and caches where a model computes, and they take that from its parameters. Those
-of an installed model are masters, which are elsewhere. Yet masters they have to be for whoever uses them as
-tensors (optimizers, `state_dict`, clipping), and a class is free to mean something else by its property
-`device`. The answer is therefore decided by what the property reads while it is evaluated, not by its name
-or its class:
+Libraries put inputs, masks and caches on the device where a model computes, and learn it from the model's
+parameters. The parameters of an installed model are masters, which are elsewhere. They have to be masters for
+code that uses them as tensors (optimizers, `state_dict`, clipping). And a class may mean something else by
+its property `device`. So the answer depends on what is read:
 
-- A property `device` or `dtype` of a module's class is evaluated as it is, and note is taken of the masters
-  that it looks at. If it answers the device (the dtype) of one of them, it meant the weights, and the answer
-  becomes where (in which dtype) the install computes with that one. Any other answer is the class's own.
-- Within `save_pretrained` such a `dtype` is the masters': it says what is written, and the masters are.
-- ``next(model.parameters()).device`` has no such frame around it. Where its caller is in a forward, or in a
-  library of `register_library`, the caller's own instructions say whether it reads nothing else of the
-  tensor; then the tensor that it gets answers for the weight. A library's helper that goes through all
-  parameters to the same end is known by its name.
+- A property `device` or `dtype` of a module's class is evaluated as usual, and the masters that it looks at
+  are noted. If its answer is the device (the dtype) of one of them, it meant the weights, and the answer
+  becomes the device (the dtype) in which the install computes with that master. Any other answer is left.
+- Within `save_pretrained` a property `dtype` answers the dtype of the masters, because these are written.
+- ``next(model.parameters()).device`` is no property. If its caller is in a forward, or in a library that
+  `register_library` knows, the caller's bytecode tells whether it reads nothing else of the tensor. Then it
+  gets a tensor that has the device and dtype in which the install computes with the weight. Functions of such
+  a library that go through all parameters for the same purpose are known by name.
 
-All other code that iterates gets masters: outside a forward, a program's own
-``next(model.parameters()).device`` is the masters' device. In code that torch.compile traces it is, too,
-because there is no caller to look at.
+All other code that iterates over parameters gets masters. So outside a forward, a program's own
+``next(model.parameters()).device`` is the device of a master. So it is in code that torch.compile traces,
+where there is no caller to look at.
 """
 
 from __future__ import annotations
@@ -41,37 +40,38 @@ from dynswap_ext._swap.kept_in_float32 import dtype_of
 from dynswap_ext._swap.module_registry import served_by
 from dynswap_ext._swap.state import session_of
 
-#: Gives the (name, tensor) pairs of one module, as `nn.Module._named_members` is told to get them.
+#: Returns the (name, tensor) pairs of one module: the function that `nn.Module._named_members` takes.
 Members = Callable[[nn.Module], Iterable[tuple[str, Any]]]
 
 #: A master that was read: its module, its name and the tensor.
 LookedAt = tuple[nn.Module, str, torch.Tensor]
 
 _NAMES: Final = ("device", "dtype")
-#: How libraries call the method that writes a model and, beside it, the dtype to read it in.
+#: The method of libraries that writes a model, and in its config the dtype to load it in.
 _SAVE: Final = "save_pretrained"
-#: What an answer knows of its weight besides; a condition may ask for it.
+#: What an `_Answer` has of its weight, so that the condition of a generator expression may read it.
 _KNOWN: Final = (
     *_NAMES,
     *("dim", "is_complex", "is_floating_point", "ndim", "numel", "requires_grad", "shape", "size"),
 )
-#: Whether a graph of torch.compile takes the answer of a property as a constant.
+#: Whether a graph of torch.compile takes the answer of a property as a constant; otherwise it breaks there.
 CONSTANT_IN_GRAPHS: Final = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
 #: Instructions that read a local variable.
 _LOADS: Final = ("LOAD_FAST", "LOAD_FAST_CHECK", "LOAD_FAST_BORROW")
-#: Those that the name of an instruction for two variables is made of.
+#: The parts of the name of an instruction for two variables, such as STORE_FAST_LOAD_FAST.
 _ONE_VARIABLE: Final = re.compile("(?:LOAD|STORE)_FAST(?:_BORROW)?")
 _TORCH: Final = nn.Module.__module__
 
-#: By the library's top module: its functions that go through parameters only to learn a device or a dtype.
+#: By a library's top-level module: its functions that go through parameters only for a device or a dtype.
 _libraries: dict[str, frozenset[str]] = {}
 
 
 def register_library(library: str, *askers: str) -> None:
-    """Register a library that asks the first parameter for a device or a dtype: the weight answers.
+    """Register a library that reads the device or dtype of a model's first parameter.
 
-    `library` is the name that its modules' names begin with; it need not be installed. `askers` are its
-    functions that go through parameters for a device or a dtype, and return that.
+    Its code then gets the device and dtype in which the install computes with that weight. `library` is its
+    top-level module, which need not be installed. `askers` are its functions that go through all parameters
+    for a device or a dtype, and return that.
     """
     _libraries[library] = frozenset(askers)
 
@@ -80,9 +80,9 @@ def register_library(library: str, *askers: str) -> None:
 
 
 class _Asking(threading.local):
-    #: The masters that the property that is being evaluated has looked at.
+    #: The masters at which the property has looked that is being evaluated on this thread; None: none is.
     looked: list[LookedAt] | None = None
-    #: Whether a model is being saved.
+    #: Whether this thread is in a `save_pretrained`.
     saving: bool = False
 
 
@@ -90,7 +90,7 @@ _asking = _Asking()
 
 
 def namespace_for(cls: type) -> dict[str, Any]:
-    """What a swap class has in place of the original's `device`, `dtype` and `save_pretrained`."""
+    """Return what a swap class has in place of the original's `device`, `dtype` and `save_pretrained`."""
     found = {}
     for name in _NAMES:
         defined = next((base.__dict__[name] for base in cls.__mro__ if name in base.__dict__), None)
@@ -113,13 +113,16 @@ def _saving(save: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_saved(session: Any) -> bool:
-    """Whether the dtype is asked for that a model is written in; a call while it is saved computes."""
+    """Return whether a dtype that is asked for now is the one to write a model in.
+
+    It is within `save_pretrained`, except in a call of the model there, which computes.
+    """
     return _asking.saving and not (session is not None and session.inside_call())
 
 
 def _answering(getter: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    #: By the id of a module: its session, what the property said of its masters, and what that became. A
-    #: property that keeps its first answer looks at no master when it is asked again.
+    #: By the id of a module: its session, the property's answer from its masters, and the translated answer.
+    #: A property that keeps its first answer looks at no master when it is read again.
     before: dict[int, tuple[Any, Any, Any]] = {}
 
     @functools.wraps(getter)
@@ -143,9 +146,10 @@ def _answering(getter: Callable[[Any], Any]) -> Callable[[Any], Any]:
                 translated = became
         return answered if isinstance(answered, torch.dtype) and _is_saved(session) else translated
 
-    # `torch.compiler.assume_constant_result`, without the second that importing torch._dynamo takes. A graph
-    # that uses weights has guards on the masters and on the install anyway. Before torch 2.13 a module could
-    # be no argument of such a function: there it breaks the graph (`torch.compiler.disable`).
+    # This does what `torch.compiler.assume_constant_result` does, without the second that it takes to import
+    # torch._dynamo. A graph that uses weights has guards on the masters and on the install anyway. Before
+    # torch 2.13 such a function could not take a module as its argument. So there this does what
+    # `torch.compiler.disable` does, and breaks the graph.
     mark = "_dynamo_marked_constant" if CONSTANT_IN_GRAPHS else "_torchdynamo_disable"
     setattr(answer, mark, True)
     return answer
@@ -165,7 +169,7 @@ def _translated(answered: Any, looked: list[LookedAt]) -> Any:
 def _place_of(
     session: Any, module: nn.Module, name: str, master: torch.Tensor
 ) -> tuple[torch.device, torch.dtype]:
-    """Return where, and in which dtype, a session computes with a module's master."""
+    """Return the device and dtype in which a session computes with a module's master."""
     served = served_by.get(session)
     if served is not None and served.ignores(module, name):
         return master.device, master.dtype
@@ -173,7 +177,7 @@ def _place_of(
 
 
 def looked_at(module: nn.Module, name: str, master: Any) -> None:
-    """Note that a master was read by its name."""
+    """Note for the property that is being evaluated, if any, that a master was read."""
     if _asking.looked is not None and isinstance(master, torch.Tensor):
         _asking.looked.append((module, name, master))
 
@@ -182,9 +186,10 @@ def looked_at(module: nn.Module, name: str, master: Any) -> None:
 
 
 def as_asked(module: nn.Module, members: Members) -> Members | None:
-    """How to get the members of modules for whoever asks for them now; None: as they are, for any purpose.
+    """Return the function to get the members of modules by, for code that only asks for a device or a dtype.
 
-    To be called in `_named_members`, by which all of `parameters`, `named_parameters` and `buffers` go.
+    None for other code, which gets `members` and may use them for any purpose. Call this directly from
+    `_named_members`, which serves `parameters`, `buffers` and the like: the caller's frame is looked at.
     """
     if _asking.looked is not None:
         return functools.partial(_noted, members)
@@ -214,7 +219,7 @@ def _answers(members: Members, module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 class _Answer(torch.Tensor):
-    """Answers for a weight where it is computed with. Has no values."""
+    """A tensor without values, of the device and dtype in which an install computes with a weight."""
 
     @staticmethod
     def __new__(cls, weight: torch.Tensor, device: torch.device, dtype: torch.dtype) -> _Answer:
@@ -234,7 +239,7 @@ class _Answer(torch.Tensor):
 
 def _is_question(*, inside_call: bool) -> bool:
     """Return whether torch goes through the members for code that only asks for a device or a dtype."""
-    frame: FrameType | None = sys._getframe(3)  # over `as_asked` and `_named_members`
+    frame: FrameType | None = sys._getframe(3)  # the caller of `_named_members`, which calls `as_asked`
     while frame is not None and frame.f_globals.get("__name__") == _TORCH:
         frame = frame.f_back
     if frame is None:
@@ -265,7 +270,7 @@ def _steps(code: CodeType) -> Iterator[_Step]:
 
 @functools.lru_cache(maxsize=4096)
 def _reads_only_an_answer(code: CodeType, at: int) -> bool:
-    """Whether the code, at the instruction `at`, reads a device or a dtype of what it gets, and no more."""
+    """Return whether code that asks for parameters at the instruction `at` reads only a device or a dtype."""
     steps = list(_steps(code))
     if code.co_name == "<genexpr>":  # next(p.device for p in model.parameters())
         place = next((i for i, one in enumerate(steps) if one.operation == "FOR_ITER"), None)
@@ -273,28 +278,28 @@ def _reads_only_an_answer(code: CodeType, at: int) -> bool:
         return (
             place is not None
             and all(_reads(steps[i - 1], _NAMES) for i in yielded)
-            and _only_reads(steps, place + 1, _KNOWN)  # also by its condition
+            and _only_reads(steps, place + 1, _KNOWN)  # its condition, too
         )
-    # In Python 3.12, once the code is warm, `at` lies behind FOR_ITER, in what the instruction caches.
+    # In Python 3.12, once the code is warm, `at` lies behind FOR_ITER, in that instruction's inline cache.
     place = max((i for i, one in enumerate(steps) if one.offset <= at), default=None)
     if place is None:
         return False
     operation = steps[place].operation
     if "CALL" in operation and "next" in code.co_names:
-        # A call of Python 3.11 is two instructions, and once the code is warm it is made at the first.
+        # A call in Python 3.11 is two instructions, and `at` is the first of them once the code is warm.
         place += 1 if operation == "PRECALL" else 0
         if _reads(steps[place + 1], _NAMES):  # next(model.parameters()).device
             return True
     elif operation != "FOR_ITER":
         return False
-    # p = next(model.parameters()), or for p in model.parameters(): only p.device is read.
+    # After `p = next(model.parameters())`, or in `for p in model.parameters()`, only p.device may be read.
     return _only_reads(steps, place + 1, _NAMES)
 
 
 def _only_reads(steps: list[_Step], place: int, names: Collection[str]) -> bool:
-    """Return whether what is stored at a place is set there only, and only these attributes of it are read.
+    """Return whether the variable set at a place is set only there, and only these attributes of it are read.
 
-    Of a pair (a name and its parameter), the second is meant.
+    If a pair is unpacked there, such as a name and its parameter, its second variable is meant.
     """
     if steps[place].operation == "UNPACK_SEQUENCE" and steps[place].argument == 2:
         place += 2

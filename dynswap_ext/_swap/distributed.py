@@ -1,6 +1,6 @@
-"""Refuses an install of a model that torch's FSDP manages, and FSDP of an installed model.
+"""Refuses to install a model that torch's FSDP manages, and to apply FSDP to an installed model.
 
-Both give a module's computation other tensors than its masters, and both change its class.
+Both make a module compute with other tensors than its own, and `fully_shard` changes its class, too.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def refuse_to_install(modules: Sequence[nn.Module]) -> None:
 
 
 def _refuse_wrapping(module: nn.Module) -> None:
-    """Raise ConfigError if FullyShardedDataParallel has just begun with an installed module."""
+    """Raise ConfigError if FullyShardedDataParallel is about to wrap an installed module."""
     if _WRAPPING not in sys.modules:
         return
     frame: FrameType | None = sys._getframe(2)
@@ -55,10 +55,11 @@ def _refuse_wrapping(module: nn.Module) -> None:
 
 
 def refuse_sharding(module: nn.Module) -> None:
-    """Raise ConfigError if FSDP or `fully_shard` has just begun with an installed module.
+    """Raise ConfigError if FSDP or `fully_shard` is about to shard an installed module.
 
-    Torch registers the call on the module, and looks at the parameters before it changes anything: this is
-    called then. The registration is undone, so that the module can be sharded after an uninstall.
+    Call this where the parameters of a module are asked for. Both ask for them before they change anything
+    but one thing: `fully_shard` has registered its call on the module. That is undone here, so that the
+    module can be sharded after an uninstall.
     """
     contract: Any = sys.modules.get(_CONTRACT)
     if contract is None or session_of(module) is None:

@@ -1,17 +1,18 @@
-"""Fused experts as a forward gets them: a parameter of which each slice is fetched when it is used.
+"""Fused experts as a forward gets them: a parameter whose slices are fetched when they are used.
 
 Note [Slices of a parameter]
-Fused experts are one parameter, of which a router chooses some slices for each token:
-`self.down_proj[expert]` in a loop, `self.down_proj[experts]`, or `grouped_mm(x, self.down_proj, offs=...)`.
-To hand out all of it would move every expert for each token. So a forward gets an `ExpertSlices`: a tensor
-that has the shape, dtype and device of the whole, and no bytes. An index along the first dimension fetches
-what it names, and grouped_mm() what has rows, one expert after the other, so that no more than one has to be
-on the device. Copies are issued ahead for all that are known to be chosen: those of such an index, and for a
-loop over a tensor of experts the elements that follow in its memory. Each slice is a weight of its own in the
-session: cached, fetched again for backward, written back and watched like any other.
+Fused experts are one parameter. Each slice along its first dimension is an expert, and a router chooses some
+of them for each token: `self.down_proj[expert]` in a loop, `self.down_proj[experts]`, or
+`grouped_mm(x, self.down_proj, offs=...)`. To hand out the whole parameter would move every expert for each
+token. So a forward gets an `ExpertSlices`: a tensor with the shape, dtype and device of the whole parameter,
+and no bytes. An index along the first dimension fetches the slices that it names, and grouped_mm() those that
+have rows. That is done one slice after the other, so that no more than one has to be on the device. Copies
+are issued ahead for all slices that are known to be chosen. In a loop over a tensor of experts, these are the
+elements that follow in the memory of the tensor. In the session each slice is a weight: cached, fetched again
+for backward, written back and watched like any other.
 
-Every other operation gets the whole parameter, which is copied for it, outside the budget. A model that reads
-a parameter so (`torch.bmm` over all experts) has it streamed as a whole from its next call on.
+Every other operation gets the whole parameter, which is copied for it, outside the budget. If a model reads a
+parameter in this way (`torch.bmm` over all experts), it is streamed as a whole from the next call on.
 """
 
 from __future__ import annotations
@@ -26,30 +27,31 @@ from torch.utils._pytree import tree_map
 from dynswap_ext._swap.next_experts import Guesses, following
 from dynswap_ext._util.untraced import untraced
 
-#: What an index may be one element of, if that is to be read: as many experts as there are anywhere.
+#: An index may be an element of a larger tensor. All of that is read if it has no more elements than this: no
+#: known model has more experts.
 _MOST_INDICES: Final = 4096
 
 
 class SliceSource(Guesses, Protocol):
-    """A session that serves slices."""
+    """A session that serves fused experts by their slices."""
 
     def fetch_slice(self, master: torch.Tensor, index: int) -> torch.Tensor | None:
-        """Return the slice on the device; None if the session does not serve it as one any more."""
+        """Return one slice of a parameter on the device; None if it is no longer served by slices."""
 
     def fetch_whole(self, master: torch.Tensor) -> torch.Tensor:
-        """Return all of the parameter on the device."""
+        """Return the whole parameter on the device."""
 
     def expect_slices(self, master: torch.Tensor, indices: Sequence[int]) -> None:
-        """Fetch these slices ahead, as far as there is room: they are asked for next, in this order."""
+        """Fetch slices ahead, as far as there is room. They will be asked for next, in this order."""
 
     def note_writes(self, masters: list[torch.Tensor]) -> None:
-        """Note that something is about to write to these masters."""
+        """Note that these masters are written, perhaps without a new version, as they get a gradient."""
 
 
 _Views = tuple[Callable[[torch.Tensor], torch.Tensor], ...]
 _plain: Final[Any] = torch.Tensor
 
-#: By the identity of the master: one access gives what the other gave.
+#: What was handed out for each master, by the master's id, while it is alive. Each access returns the same.
 _alive: Final[weakref.WeakValueDictionary[int, ExpertSlices]] = weakref.WeakValueDictionary()
 
 
@@ -58,7 +60,7 @@ class ExpertSlices(torch.Tensor):
 
     _master: torch.Tensor
     _source: SliceSource
-    #: What is done to each slice: the parameter was transposed in its other dimensions.
+    #: Functions to apply to each slice, if the parameter was transposed in its other dimensions.
     _views: _Views
 
     @classmethod
@@ -85,7 +87,7 @@ class ExpertSlices(torch.Tensor):
         return func(*args, **kwargs)
 
     def __iter__(self) -> Iterator[torch.Tensor]:
-        """Fetch one slice after the other. torch's own method takes all of them at once."""
+        """Fetch one slice after the other; with gradients all at once, as torch's own method does."""
         if torch.is_grad_enabled() and self.requires_grad:
             return iter(self.unbind(0))  # its backward stacks the gradients, and so keeps the sign of a zero
         return (self._slice(index) for index in range(len(self)))
@@ -96,7 +98,7 @@ class ExpertSlices(torch.Tensor):
             raise IndexError(f"index {index} is out of bounds for dimension 0 with size {count}")
         index %= count
         fetched = self._source.fetch_slice(self._master, index)
-        if fetched is None:  # it was replaced, or uninstalled, since this was handed out
+        if fetched is None:  # the install was ended or replaced, or has a new plan, since this was handed out
             fetched = self._source.fetch_whole(self._master)[index]
         return self._viewed(fetched)
 
@@ -110,7 +112,7 @@ class ExpertSlices(torch.Tensor):
 def slices_of(
     master: torch.Tensor, source: SliceSource, device: torch.device, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Return what a forward gets for fused experts; the same object while somebody has it."""
+    """Return the tensor that a forward gets for fused experts; the same object while that is alive."""
     known = _alive.get(id(master))
     if (
         known is not None
@@ -152,7 +154,7 @@ def _whole_of(value: Any) -> Any:
     if not isinstance(value, ExpertSlices):
         return value
     whole = value._source.fetch_whole(value._master)
-    for view in value._views:  # of dimensions that are counted from the last one
+    for view in value._views:  # they count dimensions from the last one, so they are right for the whole, too
         whole = view(whole)
     return whole
 
@@ -177,7 +179,7 @@ def _item(_: Any, slices: ExpertSlices, index: Any) -> Any:
         if first.step is not None and not (isinstance(first.step, int) and first.step > 0):
             return NotImplemented  # torch refuses it
         if not (torch.is_grad_enabled() and slices.requires_grad):
-            return NotImplemented  # it is a view, through which experts may be written
+            return NotImplemented  # it is a view of the whole, through which experts may be written
         first = list(range(*first.indices(len(slices))))
     if isinstance(first, list) and all(type(row) is int for row in first):
         return _gathered(slices, first)
@@ -185,15 +187,18 @@ def _item(_: Any, slices: ExpertSlices, index: Any) -> Any:
 
 
 def _number(slices: ExpertSlices, index: torch.Tensor) -> int:
-    """The value of an index, which may be one element of all that a loop goes through: those come next."""
+    """Return the value of an index, and have slices fetched ahead that a loop will ask for next.
+
+    The index may be an element of a tensor that a loop goes through: the elements after it come next.
+    """
     of = index.untyped_storage()
     if of.nbytes() > _MOST_INDICES * index.itemsize or of.nbytes() % index.itemsize:
         return int(index.item())
     values = torch.empty(0, dtype=index.dtype, device=index.device).set_(of).tolist()
     at = int(index.storage_offset())
-    following = [value for value in values[at + 1 :] if 0 <= value < len(slices)]
-    if following and 0 <= values[at] < len(slices):
-        slices._source.expect_slices(slices._master, list(dict.fromkeys([values[at], *following])))
+    later = [value for value in values[at + 1 :] if 0 <= value < len(slices)]
+    if later and 0 <= values[at] < len(slices):
+        slices._source.expect_slices(slices._master, list(dict.fromkeys([values[at], *later])))
     return int(values[at])
 
 
@@ -207,7 +212,7 @@ def _transposed(func: Any, slices: ExpertSlices, *dims: Any, **named: Any) -> An
     first, second = (count - 2, count - 1) if mt else (dim % count for dim in dims)
     if 0 in (first, second):
         return NotImplemented
-    # From the last dimension, as a slice lacks the first.
+    # Dimensions are counted from the last one, as a slice lacks the first.
     view = _Transposed(first - count, second - count)
     views: _Views = (*slices._views, view)
     return _made(slices._master, slices._source, slices.device, slices.dtype, views)
@@ -229,7 +234,7 @@ class _Transposed:
 
 
 def _converted(_: Any, slices: ExpertSlices, *wanted: Any, **named: Any) -> Any:
-    """`.to()` of where and what it is already."""
+    """Return the slices for a `.to()` of the device and dtype that they have already."""
     if named.keys() - {"dtype", "device", "non_blocking"}:
         return NotImplemented
     for value in (*wanted, *(named[name] for name in ("dtype", "device") if name in named)):
@@ -271,13 +276,14 @@ def _grouped(
 
 
 def _gathered(slices: ExpertSlices, rows: list[int]) -> torch.Tensor:
-    """The slices of these numbers, copied into one tensor; no more than one has to be on the device."""
+    """Return the slices of these indices, copied into one tensor, with one slice at a time on the device."""
     count = len(slices)
     for row in rows:
         if not -count <= row < count:
             raise IndexError(f"index {row} is out of bounds for dimension 0 with size {count}")
     rows = [row % count for row in rows]
-    # Of a leaf, `apply` takes a mutex with the GIL: Note [Autograd's mutex is taken without the GIL].
+    # For a leaf, `apply` would take a mutex with the GIL held: Note [Autograd's mutex is taken without the
+    # GIL].
     master = slices._master.view_as(slices._master)
     return _Gather.apply(master, (slices,), rows)  # type: ignore[no-any-return,no-untyped-call]
 
@@ -291,7 +297,7 @@ class _Gather(torch.autograd.Function):
         for place, row in enumerate(rows):
             places.setdefault(row, []).append(place)
         ctx.places = places
-        # Laid out as an index of the whole lays it out, by which kernels are chosen.
+        # It has the strides of an index of the whole parameter, because kernels are chosen by strides.
         like = slices._viewed(torch.empty(master.shape, device="meta"))[[0] * len(rows)]
         gathered = torch.empty_strided(like.shape, like.stride(), dtype=slices.dtype, device=slices.device)
         slices._source.expect_slices(slices._master, list(places))
@@ -310,7 +316,7 @@ class _Gather(torch.autograd.Function):
         into = torch.empty(gradient.shape[0], dtype=torch.long)
         for row, at in ctx.places.items():
             into[at] = number[row]
-        # As the backward of an index does it, for the slices that were used.
+        # Gradients are added as the backward of an index adds them, but only of the slices that were used.
         compact = gradient.new_zeros((len(number), *gradient.shape[1:]))
         compact.index_put_((into.to(gradient.device),), gradient, accumulate=True)
         for view in reversed(ctx.views):
@@ -380,7 +386,7 @@ _SERVED: Final[dict[Any, Callable[..., Any]]] = {
     torch.Tensor.to: _converted,
     torch.Tensor.register_hook: _hooked,
 }
-#: torch has had it under two names; transformers has one for older versions of torch.
+#: torch has had `grouped_mm` under two names; transformers has a function of its own for older torch.
 _SERVED_BY_NAME: Final[dict[str, Callable[..., Any]]] = {
     "grouped_mm": _grouped,
     "_grouped_mm": _grouped,

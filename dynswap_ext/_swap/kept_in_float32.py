@@ -30,10 +30,11 @@ from dynswap_ext._util.own_masters import own_masters
 _NAMES: Final = "_keep_in_fp32_modules"
 _STRICT: Final = "_keep_in_fp32_modules_strict"
 _HALF: Final = (torch.float16, torch.bfloat16)
-#: In the name of a class, by which transformers finds its own, too; and at the end of the name of a buffer.
+#: A class with this in its name has frequencies as its unsaved buffers; transformers goes by the name, too.
 _ROTARY: Final = "RotaryEmbedding"
-#: Code in a checkpoint may have classes of such names, with tables in the dtype that is asked for.
+#: Only of these libraries: a class of code in a checkpoint may have tables in the dtype that is asked for.
 _LIBRARIES: Final = ("transformers", "diffusers")
+#: In any class, an unsaved buffer whose name ends so has frequencies.
 _FREQUENCIES: Final = "inv_freq"
 
 
@@ -87,7 +88,7 @@ def _listed(module: nn.Module, attribute: str) -> set[str]:
 
 
 def _named_modules(root: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules of a tree with their prefixes; a module with two names comes twice."""
+    """Yield the modules of a tree, each with the prefix of its names; a module with two names comes twice."""
     yield path, root
     for name, child in list(root._modules.items()):  # other threads may add and remove some
         if child is not None:

@@ -1,15 +1,15 @@
-"""What a forward gets while it is traced over other tensors than the masters, and where its writes go.
+"""Serves a forward that torch.export traces over fake tensors in the places of the masters.
 
 Note [Lifted masters]
-`torch.export` (strict=False), and whatever else traces a forward into a program, lifts the masters: in their
-places are fake tensors, which stand for inputs of the program. What a forward gets for one is its conversion,
-an operation of the program, and a write on that would change nothing else. So all reads of a buffer get one
-tensor, and before the program ends it copies what was written on that to the input, from where torch takes it
-to the master. A parameter is converted by each read, so that the program has it on the device for no longer
-than it is used; but one that was written is handed out again. A buffer that the forward has assigned is
-handed out as what it assigned.
-The end of a program is when its graph gets the node of that name: a call of the model need not be around the
-reads, and no hook of ours need run in one.
+`torch.export` (strict=False), and other tools that trace a forward into a program, lift the masters: in their
+places are fake tensors, which stand for inputs of the program. What a forward gets for such a fake master is
+its conversion, an operation of the program. A write on the converted tensor would change nothing else. So all
+reads of a buffer get the same tensor, and at its end the program copies what was written on that tensor to
+the input, from which torch takes it to the master. A parameter is converted by each read, so that the program
+has it on the device only while it is used. If the forward has written on it, the written tensor is handed out
+again. A buffer that the forward has assigned reads as the tensor that was assigned.
+A program ends when its graph gets the output node. That is noticed at the graph, because reads need not be
+inside a call of the model, and a call need not run a hook of this package.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _KEY: Final = "_dynswap_trace"
 
 @dataclass(slots=True)
 class _Handed:
-    """What was handed out for a master."""
+    """A tensor that was handed out for a master while a forward was traced."""
 
     master: torch.Tensor
     tensor: torch.Tensor
@@ -44,7 +44,7 @@ class _Handed:
 
 
 class _Trace:
-    """One program that is being made, and what was handed out in it."""
+    """A program that is being traced, and the tensors that were handed out in it."""
 
     def __init__(self, graph: Any) -> None:
         self._graph = graph
@@ -67,7 +67,7 @@ class _Trace:
             self._handed.setdefault(id(master), []).append(handed)
 
     def _create_node_or_end(self, kind: str, *args: Any, **kwargs: Any) -> Any:
-        """Create a node of the graph; before the last, copy what was written to the inputs."""
+        """Create a node of the graph; before the output node, copy what was written to the inputs."""
         if kind == "output":
             del self._graph.create_node, vars(self._graph)[_KEY]
             for of_master in list(self._handed.values()):
@@ -86,21 +86,21 @@ def _take_to_master(written: torch.Tensor, master: torch.Tensor) -> None:
 
 
 def is_lifted(master: torch.Tensor) -> bool:
-    """Whether a tensor is in a master's place, in a forward that is being traced."""
+    """Return whether a tensor is a fake one in a master's place, in a forward that is being traced."""
     return isinstance(master, FakeTensor) and get_proxy_mode() is not None
 
 
 def convert(master: torch.Tensor, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
     """Return what a forward gets for a master that torch converts at each read.
 
-    While a forward is traced, that is what it got before, where Note [Lifted masters] wants it.
+    While a forward is traced, it may get the tensor of an earlier read: see Note [Lifted masters].
     """
     if not is_lifted(master):
         return _converted(master, device, dtype)
     trace = _trace()
     tensor = trace.known(master, dtype)
     if tensor is None:
-        # One of inference mode would not count what is written on it.
+        # A tensor of inference mode would not count writes on it.
         with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
             tensor = master.to(device=device, dtype=dtype)
         if master.requires_grad and not tensor.requires_grad:

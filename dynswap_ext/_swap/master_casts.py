@@ -1,10 +1,10 @@
-"""Warn of casts of an installed model's masters that do not do what a user may expect.
+"""Warns of casts of an installed model's masters that do not do what a user may expect.
 
 Note [Masters that are cast]
-``model.half()``, ``pipe.to(torch.float16)`` and the like cast the masters, as they do the weights of any
-model, and the next call uses them. In two cases the result may surprise, and there is one warning. With
-``install(dtype=...)``, the model still computes in that dtype. And masters that are mapped from a file are
-read, and take RAM from then on.
+``model.half()``, ``pipe.to(torch.float16)`` and the like cast the masters, as they cast the weights of any
+model, and the next call uses the new ones. In two cases the result may be a surprise, and there is a warning
+of each, once for a session. After ``install(dtype=...)``, the model still computes in the dtype of the
+install. And masters that were mapped from a file have been read, and take RAM from then on.
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ from dynswap_ext._util.warn import warn
 
 
 class _Cast:
-    """Masters that are cast inside one call of `_apply` on the outermost of the installed modules."""
+    """What there is to warn of after one `_apply` of an installed module and those inside it."""
 
     def __init__(self) -> None:
-        #: The session, the dtype of the compute that stays, and the new one of the master.
+        #: The first cast that does not change the dtype of the compute: the session, that dtype, and the new
+        #: dtype of the master.
         self.without_effect: tuple[Any, torch.dtype, torch.dtype] | None = None
-        #: The session, and the new dtype.
+        #: The first cast of a master that was mapped from a file: the session, and the master's new dtype.
         self.from_file: tuple[Any, torch.dtype] | None = None
         self._files: FileMappings | None = None
 
@@ -46,7 +47,7 @@ class _Cast:
                 self.from_file = session, master.dtype
 
     def tell(self) -> None:
-        """Warn of what was noted, of each case once for a session."""
+        """Warn of the casts that were noted, of each kind once for a session."""
         for key, found in (("dtype", self.without_effect), ("file", self.from_file)):
             if found is None or key in _told.setdefault(found[0], set()):
                 continue
@@ -69,7 +70,7 @@ class _Cast:
                 )
 
 
-#: The cases of which there was a warning, by session.
+#: The kinds of cast ("dtype", "file") of which each session has warned.
 _told: Final[weakref.WeakKeyDictionary[Any, set[str]]] = weakref.WeakKeyDictionary()
 
 
@@ -91,7 +92,7 @@ def noting_casts(module: nn.Module) -> Iterator[None]:
         yield
         return
     cast = _casting.now = around or _Cast()
-    # The storage keeps a mapping until its address was looked up.
+    # The storages are kept so that mappings of files stay until their addresses have been looked up.
     before = [
         (name, master, master.dtype, master.untyped_storage(), master.data_ptr())
         for name, master, _ in own_masters(module)

@@ -33,12 +33,13 @@ class Models(nn.Module):
 
 
 def as_tree(given: Installable) -> nn.Module:
-    """Return a module as it is, and a container of modules as `Models`, named by their place in it.
+    """Return a module as it is, and a container as `Models` of its modules, named by their keys or indices.
 
     Raises
     ------
     ConfigError
-        There is no module in it, or a list or tuple holds something else.
+        `given` is neither, there is no module in it, or a list or tuple holds something else (those inside a
+        pipeline or mapping may).
     """
     if isinstance(given, nn.Module):
         return given
@@ -62,7 +63,7 @@ def as_tree(given: Installable) -> nn.Module:
 
 
 def _instead_of(given: Any) -> str:
-    """Return what an error says last: what to pass in place of an object without a module, if known."""
+    """Return the end of an error message: what to pass in place of `given`; empty if that is not known."""
     if isinstance(given, type):
         return f". Make the model first: {given.__name__}(...)" if issubclass(given, nn.Module) else ""
     if isinstance(given, (str, PathLike)):
@@ -82,7 +83,11 @@ def models_in(tree: nn.Module) -> dict[str, nn.Module]:
 def _models(
     contents: Mapping[str, Any], prefix: str, above: set[int], *, strict: bool
 ) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules by name. If `strict`, all that is no mapping's has to be a module."""
+    """Yield the modules of a container, and of containers in it, with their names.
+
+    `above` has the ids of the containers that this one is in. If `strict`, the container is a list or tuple:
+    ConfigError if there is anything else in it.
+    """
     for key, value in contents.items():
         inner = None if isinstance(value, nn.Module) else _contents(value)
         if isinstance(value, nn.Module):

@@ -1,14 +1,15 @@
-"""Which experts the next layer will choose: a guess, from what this layer's experts get.
+"""Guesses which experts the next layer will choose, from the inputs of this layer's experts.
 
 Note [A guess at the next experts]
-A layer adds little to what it gets. So the router of the next layer, applied to what this layer's router has
-got, names most of the experts that it will choose (docs/decisions/032-experts-before-their-router.md). That
-takes one small product, queued before the host waits for this layer's choice, so that it waits no longer. The
-guess decides what is copied ahead, never what is computed. Whether it pays is the engine's to find out, which
-has guesses left out if not (Note [Experts of the next layer] in csrc/core/by_use.h).
+A layer changes its input little. So if the router of the next layer is applied to the input of this layer's
+router, it names most of the experts that it will choose (docs/decisions/032-experts-before-their-router.md).
+That takes one small product. It is queued before the host waits for this layer's choice, so the wait becomes
+no longer. The guess decides what is copied ahead, never what is computed. The engine measures whether guesses
+pay, and has them left out if not (Note [Experts of the next layer] in csrc/core/by_use.h).
 
-Only forwards without gradients guess, and only of few rows: many use most of the experts anyway. A guess asks
-for no memory outside the budget, and is left out if the install does not serve the router, or cannot read it.
+Only forwards without gradients guess, and only for few rows: many rows use most of the experts anyway. A guess
+asks for no memory outside the budget. It is left out if the install does not serve the router, or cannot read
+its weight.
 """
 
 from __future__ import annotations
@@ -29,30 +30,30 @@ from dynswap_ext._util.untraced import untraced
 
 
 class Guesses(Protocol):
-    """A session that fetches guessed slices."""
+    """A session that fetches experts ahead that are only guessed."""
 
     def fetch_for_guess(self, master: torch.Tensor) -> torch.Tensor | None:
-        """Return the weight on the device; None if it is not there, and has no room in the budget."""
+        """Return a router's weight on the device; None if it is not served, or if the budget has no room."""
 
     def guess_slices(self, master: torch.Tensor, indices: Sequence[int]) -> int:
-        """Fetch some of these slices ahead, the likeliest first; return how many calls to leave out."""
+        """Fetch some of these slices ahead, the likeliest first; return how many guesses to leave out then."""
 
 
 class NextExperts:
-    """The experts that follow others, and their router."""
+    """The experts of the next layer, and their router: guesses which of them will be chosen."""
 
     def __init__(self, router: nn.Module, experts: nn.Module, name: str, rest: list[int]) -> None:
         self._router = weakref.ref(router)
         self._experts = weakref.ref(experts)
         self._name = name
-        #: One number, of all layers of a model: how many guesses to leave out.
+        #: One number, which all layers share: how many guesses to leave out.
         self._rest = rest
 
     @untraced
     def ranked(self, source: Guesses, rows: torch.Tensor) -> torch.Tensor | None:
-        """Return the experts, the likeliest first, that these rows would be sent to; None for no guess.
+        """Return the indices of the experts, the likeliest for these rows first; None if there is no guess.
 
-        The tensor is on the CPU, and has its values once the device has come to what is queued next.
+        The tensor is on the CPU. It has its values once the device has reached work that is queued after this.
         """
         router = self._router()
         master = None if router is None else _weight_of(router)
@@ -65,7 +66,7 @@ class NextExperts:
             return None
         try:
             weight = source.fetch_for_guess(master)
-        except Exception:  # who needs the weight is told
+        except Exception:  # the access that needs the weight raises it again
             return None
         if weight is None:
             return None
@@ -74,22 +75,23 @@ class NextExperts:
             return likely.argsort(descending=True).to("cpu", non_blocking=True)
 
     def guess(self, source: Guesses, ranked: torch.Tensor, count: int) -> None:
-        """Have the `count` likeliest fetched ahead. The device has come to what was queued after `ranked`."""
+        """Have the `count` likeliest experts fetched ahead, once `ranked` has its values."""
         experts = self._experts()
         master = None if experts is None else experts._parameters.get(self._name)
         if master is not None:
             self._rest[0] = source.guess_slices(master, ranked.tolist()[:count])
 
 
-#: In which torch multiplies on any device.
+#: The dtypes in which torch multiplies matrices on any device.
 _DTYPES: Final = frozenset([torch.float32, torch.float64, torch.bfloat16, torch.float16])
-#: By the identity of a fused parameter, the first of its module: no master gets a weak reference, with which
-#: `torch.utils.swap_tensors` would refuse it. So the module says whether it is still that one.
+#: By the id of the first fused parameter of a module: the module, the parameter's name and the next experts.
+#: There is no weak reference to the parameter, for which `torch.utils.swap_tensors` would refuse it. So a
+#: lookup asks the module whether it still has that parameter.
 _following: Final[dict[int, tuple[weakref.ref[nn.Module], str, NextExperts]]] = {}
 
 
 def following(master: torch.Tensor) -> NextExperts | None:
-    """Return what follows the experts that this parameter has, if it is the one that is read first."""
+    """Return the next experts, given the first fused parameter of a module; None for other parameters."""
     module, name, following = _following.get(id(master), (None, "", None))
     experts = None if module is None else module()
     return following if experts is not None and experts._parameters.get(name) is master else None
@@ -98,8 +100,8 @@ def following(master: torch.Tensor) -> NextExperts | None:
 def find_routers(modules: Sequence[nn.Module], experts: Mapping[int, Experts], models: Sequence[int]) -> None:
     """Find which fused experts follow which in the same model, and their routers.
 
-    A router is a child of the same module as the experts, with a weight that has a row for each of them.
-    `models` are the numbers of the models that the modules are part of.
+    A router is a child of the same module as its experts, and its weight has a row for each expert. `experts`
+    is by place in `modules`. `models` has a number for each module, the same for all modules of one model.
     """
     for key, (module, name, _) in list(_following.items()):
         before = module()
