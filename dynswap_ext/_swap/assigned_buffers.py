@@ -1,4 +1,4 @@
-"""Makes a master of what a forward assigns to a buffer, on the device of the master that it replaces.
+"""Stores what a forward assigns to a buffer as a master, on the device of the master that it replaces.
 
 Note [Assigned in a graph]
 A graph of torch.compile assigns buffers at its end, all at once. Until then, code may write in place to the
@@ -36,12 +36,12 @@ _looking: Final = threading.Lock()
 
 
 def before_name(name: str) -> str:
-    """Return the name of the attribute that returns a buffer as it was when the graph began."""
+    """Return the name of the attribute by which a graph reads a buffer as it was when the graph began."""
     return f"_dynswap_before_{name}"
 
 
 def live_name(name: str) -> str:
-    """Return the name of the attribute that returns the tensor which a graph is handed out for a buffer."""
+    """Return the name of the attribute by which a graph reads the handed-out tensor of a buffer."""
     return f"_dynswap_live_{name}"
 
 
@@ -51,7 +51,7 @@ def before(name: str) -> property:
 
 
 class _Before(dict[nn.Module, torch.Tensor]):
-    """Returns a module's buffer for the module as key. It stays empty, so each lookup calls `__missing__`.
+    """Maps a module to its buffer of one name. It stays empty, so each lookup calls `__missing__`.
 
     Its `__getitem__` is a function in C: torch.compile does not trace a property that has it as getter.
     """

@@ -79,7 +79,7 @@ def swap_class(cls: type, attribute_type: type, naming: ClassNaming | None = Non
 
 
 def ensure(swap: type, name: str) -> bool:
-    """Put the provider's descriptor for `name` on a swap class if it is not there; return whether it serves.
+    """Put the provider's descriptor for `name` on a swap class, once; return whether it serves the name.
 
     It does not serve a name that the original class defines itself, as a property or a class attribute.
     """
@@ -195,7 +195,7 @@ def _initialiser(cls: type) -> Callable[..., None]:
 
 
 def _behaviour_over(base: type) -> type:
-    """Make the class of the methods that all swap classes have, derived from `base`."""
+    """Make a class with the methods that all swap classes have, derived from `base`."""
 
     class _Swapped(base):  # type: ignore[misc]
         if base is not object:
@@ -351,7 +351,7 @@ def _join(module: Any, child: Any) -> None:
 
 
 def _put_masters(root: nn.Module) -> None:
-    """Replace the handed-out tensors that modules of a tree have registered by their masters.
+    """Replace handed-out tensors that are registered in modules of a tree with their masters.
 
     A parametrisation, for example, registers the weight as it has read it from the installed module.
     """
@@ -380,7 +380,7 @@ def _before_removal(module: Any, name: str) -> None:
 
 
 def _master_at(module: Any, target: str, members: str, otherwise: Callable[[str], Any]) -> Any:
-    """Return the master at a dotted path, with pending writes, for `get_parameter` and `get_buffer`.
+    """Return the up-to-date master at a dotted path, for `get_parameter` and `get_buffer`.
 
     `members` is the dict of the module in which masters of the kind are. If it has no master of the name,
     `otherwise`, which is torch's own method, is asked.

@@ -74,7 +74,7 @@ def live(name: str) -> property:
 
 
 class _Live(dict[nn.Module, torch.Tensor]):
-    """Returns what is handed out for a module's buffer, for the module as key, and keeps that.
+    """Maps a module to what is handed out for its buffer of one name, and keeps that.
 
     It stays empty, so each lookup calls `__missing__`. Its `__getitem__` is a function in C: torch.compile
     does not trace a property that has it as getter.

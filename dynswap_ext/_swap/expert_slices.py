@@ -234,7 +234,7 @@ class _Transposed:
 
 
 def _converted(_: Any, slices: ExpertSlices, *wanted: Any, **named: Any) -> Any:
-    """Return the slices for a `.to()` of the device and dtype that they have already."""
+    """Return the slices themselves for a `.to()` the device and dtype that they have; else NotImplemented."""
     if named.keys() - {"dtype", "device", "non_blocking"}:
         return NotImplemented
     for value in (*wanted, *(named[name] for name in ("dtype", "device") if name in named)):

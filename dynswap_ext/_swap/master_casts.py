@@ -27,7 +27,7 @@ from dynswap_ext._util.warn import warn
 
 
 class _Cast:
-    """What there is to warn of after one `_apply` of an installed module and those inside it."""
+    """The casts to warn of when the outermost `_apply` of installed modules ends."""
 
     def __init__(self) -> None:
         #: The first cast that does not change the dtype of the compute: the session, that dtype, and the new

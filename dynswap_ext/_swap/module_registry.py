@@ -21,7 +21,7 @@ from dynswap_ext._util.own_masters import own_masters
 
 
 class ServedModules:
-    """Knows by weak references the modules that a session serves, and which weights in them are left alone."""
+    """Knows by weak references the modules that a session serves, and which of their weights are ignored."""
 
     session: Session
 

@@ -7,9 +7,9 @@ That takes one small product. It is queued before the host waits for this layer'
 no longer. The guess decides what is copied ahead, never what is computed. The engine measures whether guesses
 pay, and has them left out if not (Note [Experts of the next layer] in csrc/core/by_use.h).
 
-Only forwards without gradients guess, and only for few rows: many rows use most of the experts anyway. A guess
-asks for no memory outside the budget. It is left out if the install does not serve the router, or cannot read
-its weight.
+Only forwards without gradients guess, and only for few rows: many rows use most of the experts anyway. A
+guess asks for no memory outside the budget. It is left out if the install does not serve the router, or
+cannot read its weight.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Guesses(Protocol):
         """Return a router's weight on the device; None if it is not served, or if the budget has no room."""
 
     def guess_slices(self, master: torch.Tensor, indices: Sequence[int]) -> int:
-        """Fetch some of these slices ahead, the likeliest first; return how many guesses to leave out then."""
+        """Fetch some of these slices ahead, the likeliest first; return how many guesses to leave out."""
 
 
 class NextExperts:
@@ -53,7 +53,7 @@ class NextExperts:
     def ranked(self, source: Guesses, rows: torch.Tensor) -> torch.Tensor | None:
         """Return the indices of the experts, the likeliest for these rows first; None if there is no guess.
 
-        The tensor is on the CPU. It has its values once the device has reached work that is queued after this.
+        The tensor is on the CPU. It has its values once the device has reached work that is queued later.
         """
         router = self._router()
         master = None if router is None else _weight_of(router)

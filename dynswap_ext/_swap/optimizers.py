@@ -1,14 +1,15 @@
-"""What sessions need of torch's optimizers: to know of their steps, and scales that are on the host.
+"""Tells sessions of the steps of torch's optimizers, and keeps the scale of a `GradScaler` on the host.
 
-What a fused optimizer writes bumps no version counter, so sessions are told of every step.
+A fused optimizer bumps no version counter of what it writes, so sessions are told of every step.
 
 Note [The scale is where the gradients are]
     A `torch.amp.GradScaler` keeps its scale on the device of the loss, and sends it to the device of the
-    gradients with ``.to(device, non_blocking=True)``. To a GPU that is in order. To the host, where the
-    gradients of an installed model arrive, it is not: the host would divide by the scale, and decide whether
-    to step, before either has come. So while an install computes on the device of the loss, the scale is kept
-    on the host. From there everything that GradScaler sends is in order, as a copy from pageable memory has
-    read it when the call returns; and what it found on a device, for gradients that are there, is fetched.
+    gradients with ``.to(device, non_blocking=True)``. A copy to a GPU is done before the GPU uses it. A copy
+    to the host, where the gradients of an installed model arrive, need not be: the host would divide by the
+    scale, and decide whether to step, before the values have arrived. So while an install computes on the
+    device of the loss, the scale is kept on the host. What GradScaler sends from there is in order, because a
+    copy from pageable memory has been read when the call returns. What it finds in gradients on a device is
+    copied to the host, and waited for.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _hooks: Final[list[Any]] = []
 
 
 def add_step_listener(session: Session) -> None:
-    """Tell the session of the steps of every `torch.optim.Optimizer`, until it is removed or dies."""
+    """Tell a session of the steps of every `torch.optim.Optimizer`, until `remove_step_listener`."""
     _sessions.add(session)
     if not _hooks:
         _hooks.append(register_optimizer_step_pre_hook(_before_step))
@@ -38,14 +39,14 @@ def add_step_listener(session: Session) -> None:
 
 
 def remove_step_listener(session: Session) -> None:
-    """Stop telling a session of steps. No effect if it is not told."""
+    """Stop telling a session of optimizers' steps. No effect if it is not told."""
     _sessions.discard(session)
     while _hooks and not _sessions:
         _hooks.pop().remove()
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    # A closure may give other masters a gradient. Their writes are seen too, at a page fault for each page.
+    # A closure may give other masters a gradient. Writes to those are noticed, too, at a page fault per page.
     masters = [master for master in _masters_of(optimizer) if master.grad is not None]
     for session in tuple(_sessions):
         session.expect_writes(masters)
@@ -63,13 +64,16 @@ def _masters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [master for group in optimizer.param_groups for master in group["params"] if master.requires_grad]
 
 
-#: What is used of it beside its public methods; the same in torch 2.11 to 2.15.
+#: The private methods of GradScaler that are used here, which are the same in torch 2.11 to 2.15.
 _KNOWN: Final = ("_unscale_grads_", "_lazy_init_scale_growth_tracker")
 
 
-@functools.cache  # once, whoever asks
+@functools.cache  # a second call would wrap the methods again
 def keep_scales_on_host(while_: Callable[[torch.device], bool]) -> None:
-    """From now on, a scaler of losses on a device for which `while_` holds keeps its scale on the host."""
+    """Make each `GradScaler` keep its scale on the host while ``while_(device of the loss)`` is true.
+
+    This wraps methods of torch's class, for good. Note [The scale is where the gradients are] has the reason.
+    """
     if not all(hasattr(GradScaler, name) for name in _KNOWN):
         logger.warning(
             "the GradScaler of torch %s is not the one that dynswap_ext knows: with gradients on the host it "
@@ -103,7 +107,7 @@ def keep_scales_on_host(while_: Callable[[torch.device], bool]) -> None:
 
 
 def _device_of(outputs: Any) -> torch.device | None:
-    """The device of the first tensor in what GradScaler.scale() takes."""
+    """Return the device of the first tensor in the argument of `GradScaler.scale`; None if it has none."""
     if isinstance(outputs, torch.Tensor):
         return outputs.device
     if isinstance(outputs, list | tuple) and outputs:

@@ -1,4 +1,4 @@
-"""Refuses an install together with hooks of other libraries that move or cast a module's weights.
+"""Refuses to combine an install with hooks of other libraries that move or cast a module's weights.
 
 Note [Two that move weights]
 accelerate and diffusers add hooks to a module's forward that replace its parameters around each call. When a
@@ -69,7 +69,7 @@ def refuse_to_install(modules: Sequence[nn.Module]) -> None:
 
 
 def refuse_hook(module: nn.Module, attribute: str) -> None:
-    """Raise ConfigError if another library adds a hook that moves or casts weights to an installed module.
+    """Raise ConfigError if another library adds, to an installed module, a hook that moves or casts weights.
 
     Call this where one of the attributes `WATCHED` is set.
     """
@@ -85,7 +85,10 @@ def refuse_hook(module: nn.Module, attribute: str) -> None:
 
 
 def _hook_being_added(attribute: str, frame: FrameType | None) -> tuple[str, str | None]:
-    """Return the attribute of the hooks, and the class of the hook that the code above `frame` adds."""
+    """Return the attribute that holds a library's hooks, and the class name of the hook that it is adding.
+
+    `attribute` is what the code of `frame` sets on the module. The name is None if no known hook is added.
+    """
     kept_as = "_hf_hook" if attribute == "_old_forward" else "_diffusers_hook"
     for _ in range(4):
         if frame is None or not str(frame.f_globals.get("__name__")).startswith(_LIBRARY[kept_as]):
@@ -100,7 +103,7 @@ def _hook_being_added(attribute: str, frame: FrameType | None) -> tuple[str, str
 
 
 def _hooks_in(kept: Any) -> Iterator[Any]:
-    """Yield the hooks that a library keeps under one attribute."""
+    """Yield the hooks that a library keeps under one attribute, also those inside a sequence or registry."""
     several: Any = getattr(kept, "hooks", None)  # of accelerate's SequentialHook, of diffusers' registry
     for hook in several.values() if isinstance(several, dict) else several or ():
         yield from _hooks_in(hook)

@@ -1,9 +1,9 @@
-"""A handed-out tensor as it is seen from outside a forward: what is set on it reaches the master.
+"""The tensor that code outside a forward gets for a weight: what is set on it reaches the master.
 
-Inside the call of an installed module a weight is a plain tensor on the compute device, which is all that a
-forward needs and what torch.compile takes. Whoever looks at the model from outside means the parameter:
-`m.weight.grad`, `m.weight.requires_grad_(False)`, `m.weight.data = t`, `m.weight.register_hook(...)`. There
-an access gives an alias of that tensor, of the class below.
+Inside the call of an installed module, a weight reads as a plain tensor on the compute device, which is all
+that a forward needs and what torch.compile accepts. Code outside means the parameter: `m.weight.grad`,
+`m.weight.requires_grad_(False)`, `m.weight.data = t`, `m.weight.register_hook(...)`. So it gets a tensor with
+the same bytes, of the class `ParameterProxy`.
 """
 
 from __future__ import annotations
@@ -24,28 +24,31 @@ from dynswap_ext._swap.expert_slices import ExpertSlices
 from dynswap_ext._util.untraced import untraced
 from dynswap_ext.errors import BudgetError, OutOfMemoryError
 
-# All in the `__dict__` of tensors: the class adds no slots, so that it can be given to a tensor that exists.
-# The native provider makes most proxies itself, under the same names (csrc/session/access.cpp).
+# Attributes in the `__dict__` of tensors. A proxy has its master and, if it is an alias of the tensor that a
+# forward gets, that tensor, which has a weak reference to the proxy. The class has no slots for them, so that
+# it can be given to a tensor that exists. The native provider uses the same names (csrc/session/access.cpp).
 _MASTER: Final = "_dynswap_master"
 _ALIAS: Final = "_dynswap_alias"
 _TENSOR: Final = "_dynswap_tensor"
 
 _T = TypeVar("_T")
+#: Returns what a master is handed out as; None if it is not served.
 Fetch = Callable[[torch.Tensor], torch.Tensor | None]
 
-#: Called with a tensor whose `.data` is taken, and with that alias: what is written on the alias does not
-#: bump the version of the tensor. The providers' own, of which the one that handed the tensor out returns a
-#: function that takes such writes to the master, to be called once the alias is gone; the others return None.
+#: A function of each provider, to call with a tensor whose `.data` is taken, and with that alias, on which
+#: writes do not bump the version of the tensor. If the provider has handed the tensor out, it returns a
+#: function that takes such writes to the master, to be called once the alias is gone; else None.
 untracked_alias_made: Final[list[Callable[[torch.Tensor, torch.Tensor], Callable[[], object] | None]]] = []
-#: Called with a tensor whose master is about to have other data: how to get what the master is handed out as
-#: then, on which writes are looked for. The providers' own; None from one that does not serve the tensor.
+#: A function of each provider, to call with a tensor whose master is about to have other data. It returns a
+#: function that hands the master out after that, as a tensor on which writes are noticed; or None if the
+#: provider does not serve the tensor.
 handed_out_again: Final[list[Callable[[torch.Tensor], Fetch | None]]] = []
 
-#: Called with a tensor that was written in place: takes that to its master. The providers' own, of which the
-#: one that handed the tensor out answers True.
+#: A function of each provider, to call with a tensor that was written in place. If the provider has handed it
+#: out, it takes the write to the master, and returns True; else False.
 take_to_master: Final[list[Callable[[torch.Tensor], bool]]] = []
 
-#: References to the `.data` of handed-out tensors that are alive. Each is called when its `.data` is gone.
+#: Weak references to each `.data` of a handed-out tensor that is alive. `_gone` is called when it dies.
 _data_alive: Final[set[weakref.ref[torch.Tensor]]] = set()
 
 _plain: Final[Any] = torch.Tensor
@@ -54,9 +57,10 @@ _OPTIMIZE: Final = inspect.unwrap(torch.optim.Optimizer.add_param_group).__code_
 
 
 class ParameterProxy(torch.Tensor):
-    """Forwards to its master whatever a parameter keeps beside its values. Values are the device's.
+    """A weight as code outside a forward gets it: the values are on the device, all else is the master's.
 
-    One that was detached has no master, and is a tensor like any other.
+    What is set on it, such as `.grad`, hooks and attributes, is set on the master. A detached proxy has no
+    master, and behaves like any tensor.
     """
 
     __slots__ = ()
@@ -64,7 +68,7 @@ class ParameterProxy(torch.Tensor):
 
     @property
     def data(self) -> torch.Tensor:
-        """The values, on the device. Set: the master's values (and the tensor's own)."""
+        """The values, on the device. If it is set, the master gets the new values, too."""
         alias: torch.Tensor = _plain.data.__get__(self)
         take = _note_alias(self, alias)
         if take is not None:  # See Note [Two writes, one weight]
@@ -82,9 +86,10 @@ class ParameterProxy(torch.Tensor):
             handed_out = give_data(self, master, value, None, self.dtype, self.device)
             if handed_out is not None:
                 vars(self)[_TENSOR] = handed_out
-                # While this tensor is held, an access gives it, as it would give the parameter itself: peft
-                # merges DoRA through two names of one weight. One of another shape has no graph for that, and
-                # a master that is handed out as it is keeps nothing of the install.
+                # While this tensor is held, an access returns it, as it would return the parameter itself:
+                # peft merges DoRA through two names of one weight. Not if it requires gradients and has
+                # another shape, because its graph is of the old one. And a master that is handed out as it is
+                # keeps nothing of the install.
                 if handed_out is not master and (handed_out.shape == shape or not self.requires_grad):
                     vars(handed_out)[_ALIAS] = weakref.ref(self)
 
@@ -120,26 +125,27 @@ class ParameterProxy(torch.Tensor):
         self.requires_grad_(value)
 
     def requires_grad_(self, requires_grad: bool = True) -> ParameterProxy:
-        """Make the master require gradients, or not; the next access follows it."""
+        """Make the master require gradients, or not; the next read of the weight follows it."""
         master = master_of(self)
         _plain.requires_grad_(master, requires_grad)
         return self
 
     @property
     def is_leaf(self) -> bool:  # type: ignore[override]
-        """Whether the master is a leaf, as a parameter is: libraries freeze and train what is one.
+        """Whether the master is a leaf, as a parameter is, so that libraries freeze and train it.
 
-        But an optimizer, which would step on the device's values and keep them there, is told the truth.
+        A torch optimizer gets the answer for this tensor itself, and refuses it: a step would change only the
+        values on the device, and keep them there.
         """
         told = self if sys._getframe(1).f_code is _OPTIMIZE else master_of(self)
         return _plain.is_leaf.__get__(told)  # type: ignore[no-any-return]
 
     @property
     def grad_fn(self) -> Any:  # type: ignore[override]
-        """The node that takes gradients to the master."""
+        """The node that takes gradients to the master; None while torch registers it in a parametrisation."""
         caller = sys._getframe(1)
         if caller.f_code is _REGISTER and isinstance(caller.f_locals.get("self"), ParametrizationList):
-            return None  # torch is moving the parameter there; the master takes its place when the list joins
+            return None  # torch takes leaves only; the master takes the tensor's place when the list joins
         return _plain.grad_fn.__get__(self)
 
     def register_hook(self, hook: Callable[[torch.Tensor], torch.Tensor | None]) -> Any:
@@ -150,7 +156,7 @@ class ParameterProxy(torch.Tensor):
         return _plain.register_post_accumulate_grad_hook(master_of(self), hook)
 
     def retain_grad(self) -> None:
-        """Do nothing: a parameter's gradient is kept anyway."""
+        """Do nothing, because the gradient of the master is kept anyway."""
         if master_of(self) is self:
             _plain.retain_grad(self)
 
@@ -160,8 +166,8 @@ class ParameterProxy(torch.Tensor):
         return self
 
     def detach(self) -> torch.Tensor:
-        """Detach, from the graph and from the master."""
-        # `nn.Parameter(w)` insists on the class.
+        """Return a tensor with the same bytes that has no graph and no master."""
+        # `nn.Parameter(w)` requires that it has this class.
         detached = _plain.detach(self)
         detached.__class__ = ParameterProxy
         return detached  # type: ignore[no-any-return]
@@ -209,23 +215,27 @@ def give_data(
 ) -> torch.Tensor | None:
     """Assign `value` to the `.data` of a handed-out tensor and of its master.
 
-    The master keeps its device, and its dtype if `value` has the dtype of the tensor: what a forward computes
-    has that. `as_master`: what the master gets, if the caller knows better. `dtype` and `device`: those that
-    the tensor had, whose `.data` may be another by now. Returns what the master is handed out as from now on,
-    whose bytes the tensor has then; None if the tensor has bytes of its own, because there was no room or the
-    shape or dtype has changed.
+    The master keeps its device. It keeps its dtype if `value` has the dtype of the handed-out tensor; else it
+    gets that of `value`.
+
+    `as_master` is what the master gets, if the caller knows better than to convert `value`. `dtype` and
+    `device` are those of the tensor before, as its `.data` may be replaced already.
+
+    Returns the tensor that the master is handed out as from now on, whose bytes the handed-out tensor shows
+    then. Returns None if that has bytes of its own: there was no room, or the shape or dtype has changed.
     """
     fetches = [fetch for serve in handed_out_again if (fetch := serve(tensor)) is not None]
     if as_master is None:
         wanted = master.dtype if value.dtype == dtype else value.dtype
         as_master = value.detach().to(device=master.device, dtype=wanted)
         if as_master.data_ptr() == value.data_ptr() and _take_to_master(value):
-            as_master = as_master.clone()  # else the master would lie in a copy's place, and hold it
+            as_master = as_master.clone()  # else the master would have, and hold, the memory of a copy
     value = value.to(device=device)
-    _plain.data.__set__(tensor, value)  # the place of the old bytes is free for the new ones
+    _plain.data.__set__(tensor, value)  # frees the memory of the old bytes for the new ones
     master.data = as_master
-    # What is written on this tensor from now on has to reach the master as before. Where there is no room for
-    # it beside the old bytes, which a view's base may hold, it is a tensor like any other.
+    # What is written on the tensor from now on has to reach the master, as before. So the tensor is given the
+    # bytes that the master is handed out as. If there is no room for them beside the old bytes, which a view
+    # may hold, writes on the tensor do not reach the master any more.
     handed_out = None
     with contextlib.suppress(BudgetError, OutOfMemoryError):
         handed_out = next((fetched for fetch in fetches if (fetched := fetch(master)) is not None), None)
@@ -237,7 +247,7 @@ def give_data(
 
 
 def take_writes_to_master(name: str) -> Callable[..., Any]:
-    """Return the tensor method of this name, which then takes what it wrote to the master.
+    """Return the tensor method of this name, wrapped to take what it has written to the master.
 
     See Note [Two writes, one weight].
     """
@@ -254,7 +264,7 @@ def take_writes_to_master(name: str) -> Callable[..., Any]:
 
 
 def _take_to_master(tensor: torch.Tensor) -> bool:
-    """Take what was written on a handed-out tensor to its master; return whether the tensor is one."""
+    """Take what was written on a tensor to its master; return whether the tensor was handed out."""
     return any(take(tensor) for take in take_to_master)
 
 
@@ -285,7 +295,8 @@ for _name in dir(torch.Tensor):
 def master_of(tensor: _T) -> _T:
     """Return the master of a handed-out tensor; for anything else, the argument.
 
-    A tensor that was read outside a forward has one; one that was read in a forward only after `stand_in`.
+    A tensor that was read outside a forward knows its master. One that was read in a forward knows it only
+    after `stand_in`.
     """
     if type(tensor) is ParameterProxy:
         return vars(tensor).get(_MASTER, tensor)  # type: ignore[no-any-return]
@@ -295,10 +306,10 @@ def master_of(tensor: _T) -> _T:
 
 
 def stand_in(tensor: torch.Tensor, master: torch.Tensor) -> None:
-    """Note the master of a tensor that a forward was handed out; the master is leaving its module.
+    """Let a tensor that a forward was handed out represent its master, which is leaving its module.
 
     A forward may remove a weight and register it under another name, as peft does for LoRA on a parameter.
-    It registers the tensor that it was handed out, which is not the master.
+    What it registers is the tensor that it was handed out, and the master is to be registered instead.
     """
     if _is_of_a_forward(tensor) and tensor is not master:
         vars(tensor)[_MASTER] = master
@@ -309,13 +320,17 @@ def _is_of_a_forward(tensor: object) -> bool:
 
 
 def plain_tensor_of(tensor: torch.Tensor) -> torch.Tensor:
-    """What a forward would get where this was seen from outside."""
+    """Return the tensor that a forward gets for a weight, given what code outside a forward gets."""
     return vars(tensor).get(_TENSOR, tensor) if type(tensor) is ParameterProxy else tensor
 
 
 @untraced
 def make_proxy(tensor: torch.Tensor, master: torch.Tensor) -> torch.Tensor:
-    """Make a handed-out tensor itself one that is seen from outside, and return it."""
+    """Turn a handed-out tensor into a `ParameterProxy` of its master, and return it.
+
+    If the tensor already has a proxy, that is returned. A master or a tensor of a subclass is returned as it
+    is.
+    """
     if type(tensor) is torch.Tensor and tensor is not master:
         known = vars(tensor).get(_ALIAS)
         if known is not None and (alias := known()) is not None:
@@ -326,7 +341,7 @@ def make_proxy(tensor: torch.Tensor, master: torch.Tensor) -> torch.Tensor:
 
 
 def shows_the_same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether both show the same bytes in the same way."""
+    """Return whether both tensors show the same bytes in the same way."""
     return (
         one.device == other.device
         and one.dtype == other.dtype

@@ -1,11 +1,11 @@
-"""Classes that `torch.nn.utils.parametrize` makes for one module, and installs.
+"""Serves the classes that `torch.nn.utils.parametrize` makes for one module each.
 
 Note [Over a parametrised class]
 Torch derives a class from the module's own, for that module alone, and puts a property on it for each name
-that is computed. Taking a parametrisation off deletes the property from ``type(module)`` and sets the
-module's class to ``type(module).__bases__[0]``. So a swap class over such a class would get in torch's way.
-Its swap class is a copy of it instead, over the swap class of its base: there torch finds what it expects,
-and what it does leaves the module installed.
+that is computed. To remove a parametrisation, torch deletes the property from ``type(module)``, and with the
+last one sets the module's class to ``type(module).__bases__[0]``. On a swap class that is derived from such a
+class, neither would do what torch means. So the swap class is a copy of torch's class, over the swap class of
+its base. There torch finds what it expects, and the module stays installed.
 """
 
 from __future__ import annotations
@@ -21,26 +21,31 @@ _COPY: Final = "_dynswap_copy"
 
 
 def made_by_torch(cls: type) -> bool:
-    """Whether torch made the class for a parametrised module."""
+    """Return whether torch made the class for a parametrised module. A copy of it does not count."""
     refuses = getattr(cls.__dict__.get("__getstate__"), "__qualname__", "")
     return "_inject_new_class" in refuses and _COPY not in cls.__dict__
 
 
 def is_copy(cls: type) -> bool:
+    """Return whether the class is a swap class that `copy_over` made."""
     return _COPY in cls.__dict__
 
 
 def copy_over(cls: type, name: str, base: type, namespace: dict[str, Any]) -> type:
-    """Copy a class that torch made over the swap class of its base: Note [Over a parametrised class]."""
+    """Return the swap class of a class that torch made: a copy, over the swap class `base` of its base.
+
+    See Note [Over a parametrised class]. `namespace` is added to the copy.
+    """
     own = {key: value for key, value in vars(cls).items() if key not in ("__dict__", "__weakref__")}
     made: type = type(cls)(name, (base,), {**own, _COPY: True, **namespace})
     return made
 
 
 def apply_to_originals(modules: Sequence[nn.Module], sessions: Collection[Any]) -> list[type]:
-    """Do to the originals of swap classes what torch did to those while sessions served their modules.
+    """Repeat on original classes what torch has done on their swap classes: add and remove properties.
 
-    Return the classes that torch derived from swap classes meanwhile: `rebase_on_originals` is for them.
+    That is done for modules that the sessions serve, in which names were parametrised meanwhile. Returns the
+    classes that torch has derived from swap classes, for `rebase_on_originals`.
     """
     made: list[type] = []
     for module in modules if sessions else ():
@@ -59,7 +64,7 @@ def apply_to_originals(modules: Sequence[nn.Module], sessions: Collection[Any]) 
 
 
 def rebase_on_originals(classes: list[type]) -> None:
-    """Give classes that torch derived from swap classes the originals as bases instead."""
+    """Replace the swap class from which each of these classes is derived by its original."""
     for cls in classes:
         base = cls.__bases__[0]
         cls.__bases__ = (base.__dict__.get("_dynswap_original", base),)

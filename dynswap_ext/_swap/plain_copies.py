@@ -1,4 +1,4 @@
-"""Copies and pickles of installed modules: plain ones, with what was written on handed-out tensors."""
+"""Makes copies and pickles of installed modules plain, with what was written on handed-out tensors."""
 
 from __future__ import annotations
 
@@ -20,14 +20,18 @@ _RECONSTRUCT: Final = copyreg._reconstructor  # type: ignore[attr-defined]
 
 
 def plain_reduction(module: Any, reduction: Any) -> Any:
-    """Return a reduction with the original class in place of the swap class, and without the state."""
+    """Return an installed module's reduction, with its original class and without the install's state.
+
+    `reduction` is what torch's or the user's `__reduce_ex__` has returned.
+    """
     if not isinstance(reduction, tuple):
         return reduction
     swap = type(module)
     original = original_class(swap)
     function, arguments, *rest = reduction
     if arguments and arguments[0] is swap and function in _NEW_OBJECT:
-        # Pickle wants the object's own class in these two; nor may a plain module's pickle need this package.
+        # Pickle requires these two functions to get the class of the object itself. So they are replaced, by
+        # functions of Python, because a plain module's pickle may not need this package.
         positional, keywords = (arguments[1:], {}) if function is _NEW_OBJECT[0] else arguments[1:]
         if positional or keywords:
             function, arguments = functools.partial(original.__new__, original, *positional, **keywords), ()
@@ -43,13 +47,17 @@ def plain_reduction(module: Any, reduction: Any) -> Any:
 
 
 def copiers_for(cls: type, flush: Callable[[Any], None]) -> dict[str, Any]:
-    """Wrap what a class defines for its copies and pickles; `flush` brings a module's masters up to date."""
+    """Return wrappers for the methods with which a class copies and pickles its instances, by name.
+
+    They bring the masters of the module up to date with `flush`, and make the copy or pickle plain.
+    """
 
     def wrapped(name: str, copier: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(copier)
         def copied(self: Any, *args: Any) -> Any:
             flush(self)
-            # A GraphModule gives its copy its own class. What is copied shares the masters.
+            # A GraphModule gives a copy the class of `self`, so `self` is a plain object here. Both share the
+            # masters.
             like_plain = name == "__copy__" and isinstance(self, torch.fx.GraphModule)
             made = plain(self, copier(as_plain(self) if like_plain else self, *args))
             note_copy(self, made)
@@ -65,11 +73,11 @@ def copiers_for(cls: type, flush: Callable[[Any], None]) -> dict[str, Any]:
 
 
 class _StateToCopy(dict[str, Any]):
-    """The state of an installed module in its reduction, by which a copy of the module is noted.
+    """The state in an installed module's reduction, which calls `note_copy` for a deep copy of the module.
 
-    A `__deepcopy__` on the swap class would do that, too, but a wrapper that forwards attributes, as peft's
-    do, would have it: a copy of the wrapper would be one of the module inside. `copy.deepcopy` puts the copy
-    into the memo before it copies the state. Pickled, it is a plain dictionary.
+    It finds the copy in the memo, where `copy.deepcopy` puts it before it copies the state. A `__deepcopy__`
+    on the swap class would do, too. But a wrapper that forwards attributes, such as peft's, would find it, so
+    that a copy of the wrapper would be a copy of the module inside. It is pickled as a plain dictionary.
     """
 
     def __init__(self, state: dict[str, Any], module: Any) -> None:
@@ -85,7 +93,11 @@ class _StateToCopy(dict[str, Any]):
 
 
 def made_plain(module: Any, replica: Any) -> Any:
-    """Give a replica of an installed module, which has its attributes, the original class."""
+    """Make a replica of an installed module plain, and return it.
+
+    The replica has the module's `__dict__` entries. The install's state among them is removed, and the class
+    becomes the original. Anything else is returned as it is, and so is a replica that is installed itself.
+    """
     if not isinstance(replica, nn.Module) or replica is module:
         return replica
     if vars(replica).get(STATE_KEY) in (None, vars(module).get(STATE_KEY)):  # else it is installed itself
@@ -95,7 +107,7 @@ def made_plain(module: Any, replica: Any) -> Any:
 
 
 def plain_state(state: Any) -> Any:
-    """Return a pickled state without what an install adds."""
+    """Return what `__getstate__` has returned for a module, without the entry that an install adds."""
     if isinstance(state, dict) and STATE_KEY in state:
         return {key: value for key, value in state.items() if key != STATE_KEY}
     return state

@@ -1,4 +1,4 @@
-"""What an install asks a session to plan: decided here, for both providers, which carry it out."""
+"""What an install asks a session to plan. It is decided here for both providers, which carry it out."""
 
 from __future__ import annotations
 
@@ -17,25 +17,26 @@ from dynswap_ext._util.needed_at_once import units_of_modules
 
 
 class PlanRequest:
-    """How the weights of a tree's modules are to be planned, by the modules' places in it.
+    """How the weights of some modules are to be planned, by a module's place in the list `modules`.
 
-    `modules` have parents before their children. What only some plans need (casts, experts) is worked out
+    In `modules`, parents come before their children. What only some plans need (casts, experts) is worked out
     when a session asks for it.
     """
 
     def __init__(self, modules: Sequence[nn.Module], *, choices: Choices, dtype: torch.dtype | None) -> None:
         self._modules = modules
         self._dtype = dtype
-        #: The unit of each module, whose weights travel together; and whether a call needs all of it at once.
+        #: For each module, its unit, whose weights travel together, and whether a call needs all of these at
+        #: once.
         self.units, self.at_once = units_of_modules(modules)
-        #: Which of the models that were installed together each module is part of.
+        #: For each module, the number of the model that it is in, if several were installed together.
         self.models = _numbers_of_models(modules)
-        #: Modules that are left alone; names of a module's own weights that stay on the device, and of those
-        #: that are left alone.
+        #: The places of modules that are left alone, and by place the module's own weights that `keep` and
+        #: `ignore` name.
         self.left_alone, self.keep, self.ignore = choices.of(modules)
 
     def kept_in_float32(self) -> dict[int, frozenset[str]]:
-        """Return the names of masters that an install does not cast, by place (Note [Kept in float32])."""
+        """Return the names of masters that are not cast below float32, by place (Note [Kept in float32])."""
         return kept_in_float32(self._modules, self._dtype)
 
     def cast_although_joining(self) -> dict[int, frozenset[str]]:
@@ -46,9 +47,10 @@ class PlanRequest:
         return cast_as_copies(self._modules, self._dtype)
 
     def experts(self, stacked: Iterable[int]) -> dict[int, Experts]:
-        """Return the modules that are used without an order.
+        """Return the modules that are experts or have fused ones, by place, and find the experts' routers.
 
-        `stacked` are the places of those that have a parameter of three dimensions.
+        Experts are used in no fixed order. `stacked` are the places of the modules that have a parameter of
+        three or more dimensions.
         """
         found = experts_of_modules(self._modules, stacked)
         find_routers(self._modules, found, self.models)

@@ -1,4 +1,4 @@
-"""What the front end and a provider's sessions know of each other: `Session` and `Hooks`."""
+"""The interface between the front end and a provider's sessions: `Session`, and the `Hooks` that it calls."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ from dynswap_ext._swap.parameter_proxy import ParameterProxy, give_data
 from dynswap_ext._swap.plan_request import PlanRequest
 from dynswap_ext.config import Budget
 
-#: Kept on the device; copied when it is needed; converted by torch at each access; the master itself, because
-#: it already is where it should be; the master itself, because `ignore` names it.
+#: How a master is served. Resident: a copy stays on the device. Streamed: it is copied when it is needed.
+#: Converted: torch converts it at each access. In place: the master itself is handed out, because its device
+#: and dtype are right already. Ignored: the master itself is handed out, because `ignore` names it.
 Service = Literal["resident", "streamed", "converted", "in place", "ignored"]
 
 
 class Session(Protocol):
     """One install, of either provider. Thread-safe.
 
-    Modules keep the session alive through their state (``module.__dict__["_dynswap"].session``); it keeps
-    no module and no master alive, and lets go of device memory and threads when the last of its modules is
-    given back or dies. ``stats()`` still answers then.
+    Modules keep the session alive through their state (``module.__dict__["_dynswap"].session``). The session
+    keeps no module and no master alive. It frees device memory and ends its threads when the last of its
+    modules is uninstalled or dies. ``stats()`` still works then.
     """
 
     #: Either "native" or "python".
@@ -37,31 +38,31 @@ class Session(Protocol):
     device: torch.device
     #: What floating weights are cast into; None if they are not.
     dtype: torch.dtype | None
-    #: Whether there are masters that the plan does not know, by their identity, size or dtype.
+    #: Whether a new plan is due, for instance because of masters that are new or have another size or dtype.
     outdated: bool
-    #: Bytes of residents whose memory went to others inside a call.
+    #: Bytes of residents that have given their memory to other allocations inside a call.
     given_way_bytes: int
-    #: Whether a CUDA graph has captured weights of the plan: a new one would put them elsewhere.
+    #: Whether a CUDA graph has captured weights of the plan, which a new plan would put elsewhere.
     captured: bool
 
     @property
     def modules(self) -> int:
-        """How many modules it serves."""
+        """The number of modules that the session serves."""
 
     def check(self, module: nn.Module) -> None:
-        """Look whether masters of this module are others than planned for; then `outdated` is True."""
+        """Set `outdated` if the module now has other masters than the plan was made for."""
 
     def dtype_of(self, module: nn.Module, name: str) -> torch.dtype | None:
-        """Return the dtype in which a module's master is handed out; the session's for what is no master."""
+        """Return the dtype in which a module's master is handed out; `dtype` if there is no such master."""
 
     def keep_dtype(self, module: nn.Module, name: str) -> None:
-        """From now on hand a master out in its own dtype, which a forward has chosen for the buffer."""
+        """Hand a buffer out in its master's dtype from now on, because a forward has chosen that dtype."""
 
     def inside_call(self) -> bool:
-        """Whether the calling thread is inside the call of an installed module."""
+        """Return whether the calling thread is inside the call of an installed module."""
 
     def replan(self, root: nn.Module, budget: Budget) -> None:
-        """Plan within a budget for the masters that the modules of the tree have now.
+        """Make a new plan within a budget, for the masters that the modules of the tree have now.
 
         If that fails, the old plan stays.
         """
@@ -70,7 +71,7 @@ class Session(Protocol):
         """Free all device memory, and serve the modules of the tree without a plan until the next call."""
 
     def bring_residents(self) -> None:
-        """Copy the residents that are not on the device, without waiting for them."""
+        """Copy the residents that are not on the device. The native provider does not wait for the copies."""
 
     def draft(
         self,
@@ -78,21 +79,23 @@ class Session(Protocol):
         swap_class: Callable[[type], type | None],
         plan: Mapping[str, Any] | None = None,
     ) -> str:
-        """Plan for the modules of the tree, and change none of them, whichever sessions serve them.
+        """Plan for the modules of the tree, and leave them as they are, whichever sessions serve them now.
 
-        `plan` is what `saved_plan` returned in another process. Returns why it does not apply to these
-        modules, in words; empty if it does, or if there is none.
+        `plan` is what `saved_plan` has returned, perhaps in another process. Returns in words why it does not
+        apply to these modules; empty if it applies, or if there is none.
 
-        `swap_class` is called once per class; None leaves its modules alone. For each name that the modules
-        of a class hold, the swap class's ``_dynswap_ensure(name)`` is called once.
+        `swap_class` is called once for each class; if it returns None, modules of the class are left alone.
+        ``_dynswap_ensure(name)`` of a swap class is called for each name of its modules' masters.
         """
 
     def begin(self) -> None:
-        """Serve the modules of the draft, all of them at once; on an error, none.
+        """Serve the modules of the draft, all of them at once.
 
-        Other threads may be in a forward: a module that another session serves is that one's before, and
-        this one's after, and what was handed out stays the weight's. Memory is taken last: if there is none,
-        the modules are served, and each access copies.
+        Other threads may be in a forward. A module that another session serves goes to this one in one step,
+        and tensors that were handed out still belong to their weights.
+
+        Device memory is taken last. After an OutOfMemoryError the modules are served, and each access copies.
+        After any other error, none is served.
         """
 
     def attach(self, root: nn.Module, swap_class: Callable[[type], type | None]) -> int:
@@ -103,7 +106,7 @@ class Session(Protocol):
         """
 
     def detach(self, root: nn.Module) -> None:
-        """Give the modules of the tree that this session serves their class and `__dict__` back."""
+        """Give the modules of the tree that this session serves their own class and `__dict__` back."""
 
     def adopt(self, module: nn.Module, name: str) -> None:
         """Serve a parameter or buffer that was registered after the install (Note [What dtype= casts])."""
@@ -112,86 +115,86 @@ class Session(Protocol):
         """Take what was written on handed-out tensors to the masters."""
 
     def flush_module(self, module: nn.Module) -> None:
-        """Flush what was written on tensors handed out from this module."""
+        """Take what was written on tensors handed out from this module to its masters."""
 
     def release(self, module: nn.Module) -> None:
         """Flush a module, and drop the session's references to its tensors.
 
-        With those, `torch.utils.swap_tensors` would refuse its masters.
+        Because of such references, `torch.utils.swap_tensors` would refuse the module's masters.
         """
 
     def expect_writes(self, masters: list[torch.Tensor]) -> None:
-        """An optimizer is about to write to these masters, of which some may be another session's.
+        """Note that an optimizer is about to write to these masters; those of other sessions are ignored.
 
-        What was written on tensors handed out of them is in them when this returns.
+        When this returns, what was written on tensors handed out from them is in the masters.
         """
 
     def note_writes(self, masters: list[torch.Tensor]) -> None:
-        """An optimizer has written to these masters, or to some of them, and may have bumped no version."""
+        """Note that an optimizer has written to some of these masters, and may have bumped no version."""
 
     @property
     def sampled_bytes(self) -> int:
-        """Bytes of masters that are sampled: a small write to them that bumps no version may go unseen."""
+        """Bytes of masters compared by samples alone: a small write that bumps no version may be missed."""
 
     def stats(self) -> dict[str, int]:
-        """Counters and plan, named as in `Stats`."""
+        """Return the counters and the figures of the plan, named as in `Stats`."""
 
     def reset_stats(self) -> None:
         """Set the counters to zero."""
 
     def groups(self) -> list[dict[str, Any]]:
-        """Figures of each group in the order of use, named as in `GroupFigures`."""
+        """Return the figures of each group, in the order of use, named as in `GroupFigures`."""
 
     def services(self, module: nn.Module) -> dict[str, Service]:
-        """How each of the module's masters is served, by its name."""
+        """Return how each of the module's masters is served, by its name."""
 
     def fetch_buffer(self, module: nn.Module, name: str) -> torch.Tensor:
         """Return a buffer as a forward gets it, for a graph of torch.compile, which may write it."""
 
     def note_pass(self) -> None:
-        """For a recording: a pass ends here, and the next one begins."""
+        """Note for a recording that a pass ends here, and the next one begins."""
 
     def saved_plan(self) -> dict[str, Any]:
-        """Return the plan and the order that was learned, for a file; the native provider's alone."""
+        """Return the plan and the learned order of use, for a file; empty for the pure-Python provider."""
 
     def retune(self, root: nn.Module, budget: Budget) -> dict[str, Any]:
-        """Plan anew by what was recorded; returns that, as `Tuning` has it."""
+        """Make a new plan from what was recorded, and return the measurements, named as in `Tuning`."""
 
     def record(self, on: bool) -> None:
-        """Begin to record, dropping what was recorded, or end."""
+        """Begin a recording, which drops the one before, or end it."""
 
     def timeline(self) -> dict[str, Any]:
-        """What was recorded: "spans", each the fields of `Span`, "dropped", and the "clock"."""
+        """Return the recording: "spans" (the fields of `Span`), how many were "dropped", and the "clock"."""
 
     def close(self) -> None:
-        """Let go of the device memory and the threads. Idempotent."""
+        """Free the device memory and end the threads. A second call has no effect."""
 
 
 @dataclass(frozen=True)
 class Hooks:
-    """What a session calls of the front end. It imports nothing of it."""
+    """What a session uses of the front end, passed to it so that it need not import the front end."""
 
     #: Warns the user.
     warn: Callable[[str], None]
-    #: Called at the beginning of each of the model's calls, with the module that is called (None: a graph of
-    #: torch.compile is run). Plans again if the session is outdated, and notes the pass if one begins.
+    #: Called at the beginning of each call of the model, with the module that is called (None: a graph of
+    #: torch.compile runs). Makes a new plan if the session is outdated, and notes the pass if one begins.
     #: Returns the call's number for the schedule; 0: it has none.
     call_begins: Callable[[Session, nn.Module | None], int]
-    #: Called if one of them ends with an error.
+    #: Called if a call of the model ends with an error.
     call_failed: Callable[[Session, BaseException], None]
     #: Returns how the weights of a tree's modules are to be planned.
     plan_request: Callable[[Sequence[nn.Module]], PlanRequest]
-    #: Returns what the modules that a session serves have as masters now.
+    #: Returns the masters that the modules of a session have now.
     masters: Callable[[Session], Iterable[torch.Tensor]]
-    #: Says of the weight of a name that what was written on a tensor handed out of it is dropped.
+    #: Warns that what was written on a tensor handed out from the weight of this name is dropped.
     warn_lost: Callable[[str], None] = warn_lost
     #: Returns what a forward gets for a parameter that is served by its slices.
     slices_of: Callable[..., torch.Tensor] = slices_of
-    #: Returns what a forward gets for a master that torch converts, on a device and in a dtype.
+    #: Returns what a forward gets for a master that torch converts to a device and a dtype.
     convert: Callable[[torch.Tensor, torch.device, torch.dtype], torch.Tensor] = lifted_masters.convert
-    #: Gives other data to a tensor that a forward was handed out, and to its master.
+    #: Assigns to the `.data` of a tensor that a forward was handed out, and of its master.
     give_data: Callable[..., torch.Tensor | None] = give_data
-    #: The class of what an access from outside a forward gets, if a forward would get a plain tensor.
+    #: The class of what code outside a forward gets for a weight, if a forward gets a plain tensor.
     proxy_class: type[torch.Tensor] = ParameterProxy
     # See Note [Subclasses are taken apart].
     inner_names_or_streams: Callable[[torch.Tensor, bool], list[str] | bool] = (

@@ -1,11 +1,11 @@
-"""What is set on a handed-out tensor of a class of its own: `m.weight.scale = t` of a quantised weight.
+"""Takes attributes that are set on a handed-out tensor of a subclass to the master: `m.weight.scale = t`.
 
 Note [What is set on a wrapper]
 -------------------------------
-A tensor of a class of its own has attributes, and what the model is handed out is another object than the
-master: what is set there would be gone with it. So it is remembered with the attributes that it was given.
-When it is gone, or masters are asked for, those that are others by now are set on the master. Its `__dict__`
-outlives it for that.
+A tensor of a subclass, such as a quantised weight, has attributes. What the model is handed out is another
+object than the master, and what is set on that object would be lost with it. So each handed-out tensor is
+remembered with the attributes that it was given. When the tensor dies, or when masters are asked for, the
+attributes that have changed are set on the master. The `__dict__` of the tensor is kept for that.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 _MISSING: Final = object()
-#: What the providers keep beside the class's own.
+#: The prefix of attributes that this package sets on tensors.
 _OURS: Final = "_dynswap"
 
 
@@ -34,7 +34,10 @@ class _HandedOut:
         self._of_master = dict(vars(master))
 
     def tensor(self, master: torch.Tensor, inner: dict[str, torch.Tensor]) -> torch.Tensor | None:
-        """Return the tensor; None if it is gone, or if the master or what is inside has changed since."""
+        """Return the tensor; None if it is dead, or if the master, its attributes or `inner` have changed.
+
+        `inner` has the inner tensors of a wrapper, by their names.
+        """
         same_inner = all(self._given.get(name) is tensor for name, tensor in inner.items())
         same_others = all(
             self._of_master.get(name, _MISSING) is value
@@ -44,7 +47,10 @@ class _HandedOut:
         return self._tensor() if same_inner and same_others and self._master is master else None
 
     def take_to_master(self) -> None:
-        """Set on the master what was set on the tensor, on the device where the master has such."""
+        """Copy the attributes that have changed on the tensor to the master, on the device of the old value.
+
+        If the old value is no tensor, that is the device of the master.
+        """
         for name in {*self._now, *self._given}:
             value = self._now.get(name, _MISSING)
             if value is self._given.get(name, _MISSING) or name.startswith(_OURS):
@@ -66,7 +72,7 @@ class _HandedOut:
         self.take_to_master()
 
 
-#: Those that are alive; and by the master's id, the one that was handed out last.
+#: The handed-out tensors that are alive; and the one that was handed out last, by the id of its master.
 _alive: Final[set[_HandedOut]] = set()
 _latest: Final[dict[int, _HandedOut]] = {}
 
@@ -79,25 +85,28 @@ def note_handed_out(tensor: torch.Tensor, master: torch.Tensor) -> None:
 
 
 def handed_out_before(master: torch.Tensor, inner: dict[str, torch.Tensor]) -> torch.Tensor | None:
-    """Return the tensor that was handed out last, if it is alive and another would be the same."""
+    """Return the tensor that was handed out last for a master; None if it is dead, or if a new one is needed.
+
+    `inner` has the inner tensors of a wrapper, by their names.
+    """
     known = _latest.get(id(master))
     return None if known is None else known.tensor(master, inner)
 
 
 def take_attributes() -> None:
-    """Set on the masters what was set on handed-out tensors that are alive."""
+    """Copy the attributes that have changed on handed-out tensors that are alive to their masters."""
     for handed_out in list(_alive):
         handed_out.take_to_master()
 
 
 def moved(value: Any, device: torch.device) -> Any:
-    """Return an attribute on a device, if it knows how to go there.
+    """Return the value of an attribute moved to a device, if it has a method `to`; else the value itself.
 
-    A module stays where it is: bitsandbytes' weights know whose they are, and `.to()` would move its masters.
+    A module is not moved: weights of bitsandbytes refer to their module, and its `.to()` would move masters.
     """
     if isinstance(value, nn.Module) or not callable(getattr(value, "to", None)):
         return value
-    # Some move themselves in place, and return nothing.
+    # The method of some classes moves the object in place, and returns nothing.
     own = value if isinstance(value, torch.Tensor) else copy.copy(value)
     there = own.to(device)
     return own if there is None else there

@@ -1,4 +1,4 @@
-"""What an installed module carries, and how its class is changed; shared by the providers' front end."""
+"""The state that an installed module carries, its classes, and walks through trees of modules."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def original_class(cls: type) -> type:
 def as_plain(module: nn.Module) -> Any:
     """Return an object of a module's original class that has the module's own ``__dict__``.
 
-    It is for torch's code that looks at the type of `self`: what that does to the object happens to the
-    module, what it does to the class happens to the original class, and what it reads are masters.
+    It is for torch's code that looks at the type of `self`. What the code does to the object happens to the
+    module. What it does to the class happens to the original class. The weights that it reads are masters.
     """
     plain: Any = object.__new__(original_class(type(module)))
     object.__setattr__(plain, "__dict__", module.__dict__)
@@ -34,7 +34,7 @@ def as_plain(module: nn.Module) -> Any:
 
 
 def session_of(module: nn.Module) -> Any:
-    """The session that serves a module, None if it is not installed."""
+    """Return the session that serves a module; None if the module is not installed."""
     return getattr(module.__dict__.get(STATE_KEY), "session", None)
 
 
@@ -49,9 +49,9 @@ def sessions_of(modules: Iterable[nn.Module]) -> set[Any]:
 
 
 def modules_of(root: nn.Module) -> list[nn.Module]:
-    """Every module of a tree once, parents before children, in the order of definition.
+    """Return every module of a tree once, parents before children, in the order of definition.
 
-    Does not descend into TorchScript modules, whose attributes live in C++.
+    Modules in a TorchScript module are left out, because its attributes live in C++.
     """
     found: dict[int, nn.Module] = {}
     stack: list[nn.Module | None] = [root]
@@ -66,9 +66,9 @@ def modules_of(root: nn.Module) -> list[nn.Module]:
 
 
 def named_modules_of(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Every module of a tree once, with its path, as `root.named_modules()` gives them.
+    """Yield every module of a tree once, with its path, as `root.named_modules()` does.
 
-    Other threads may add and remove modules meanwhile: the children of each are taken at one time.
+    It is safe while other threads add and remove modules, because a module's children are listed in one step.
     """
     found: set[int] = set()
     stack: list[tuple[str, nn.Module]] = [("", root)]
@@ -88,7 +88,7 @@ def is_scripted(cls: type) -> bool:
 
 
 def name_in(root: nn.Module, master: torch.Tensor) -> str:
-    """The name of a master in a tree, for messages."""
+    """Return the name of a master in a tree, for messages; if it has left the tree, a phrase that says so."""
     for path, module in named_modules_of(root):
         for name, other, _ in own_masters(module):
             if other is master:

@@ -1,14 +1,15 @@
-"""Masters of a tensor class of their own, as quantised weights are.
+"""Serves masters of tensor subclasses, such as quantised weights.
 
 Note [Subclasses are taken apart]
 ---------------------------------
-A wrapper with `__torch_dispatch__` holds inner tensors, which it names in `__tensor_flatten__`: they stream,
-as they are stored, and the wrapper is put together again around what has arrived. A wrapper that requires
-gradients (transformers leaves those of quantised checkpoints so) streams under `no_grad()`; a graph has its
-own `.to()` in it. A class that only adds attributes (and perhaps a `.to()` that moves them) has bytes of its
-own: they stream as a plain tensor's do, and get the class and the attributes back (native provider). Nothing
-is dequantised on the way. What is neither goes through its own `.to()` at each access. On the CPU, a class
-with a `.to()` may repack its bytes in a forward, so what is there already is handed out as it is.
+A wrapper with `__torch_dispatch__` holds inner tensors, which it names in `__tensor_flatten__`. The inner
+tensors stream as they are stored, and a new wrapper is made around what has arrived. A wrapper that requires
+gradients (transformers leaves those of quantised checkpoints so) streams only under `no_grad()`: an autograd
+graph contains the wrapper's own `.to()`. A class that only adds attributes, and perhaps a `.to()` that moves
+them, has bytes of its own. These stream as a plain tensor's do, and get the class and the attributes back
+(native provider). Nothing is dequantised on the way. Any other master goes through its own `.to()` at each
+access. On the CPU, a class with a `.to()` may repack its bytes in a forward, so a master that is there
+already is handed out as it is.
 """
 
 from __future__ import annotations
@@ -21,17 +22,17 @@ import torch
 from dynswap_ext._swap.set_attributes import handed_out_before, moved, note_handed_out
 
 _WITH_CLASS = "_dynswap_dressed"
-#: Whether `.to(dtype)` of a class leaves what is inside as it is.
+#: Whether `.to(dtype)` of a wrapper class leaves the inner tensors as they are.
 _keeps_inner: Final[dict[type, bool]] = {}
 
 
 def is_plain(tensor: object) -> bool:
-    """Whether a tensor's class adds nothing to its bytes."""
+    """Return whether an object is a `torch.Tensor` or an `nn.Parameter`, and not of another subclass."""
     return type(tensor) in (torch.Tensor, torch.nn.Parameter)
 
 
 def inner_names(master: torch.Tensor) -> list[str] | None:
-    """The attributes in which a wrapper holds its inner tensors; None if it is no wrapper."""
+    """Return the attributes in which a wrapper holds its inner tensors; None for any other tensor."""
     if not hasattr(type(master), "__tensor_unflatten__") or not hasattr(master, "__tensor_flatten__"):
         return None
     names, _ = master.__tensor_flatten__()
@@ -39,13 +40,13 @@ def inner_names(master: torch.Tensor) -> list[str] | None:
 
 
 def adds_attributes_only(master: torch.Tensor) -> bool:
-    """Whether a master's bytes are all that it computes with, as far as torch knows."""
+    """Return whether a master computes with its own bytes: its class does not override torch's dispatch."""
     cls: Any = type(master)
     return cls.__torch_dispatch__ is torch.Tensor.__torch_dispatch__
 
 
 def inner_names_or_streams(master: torch.Tensor, in_place: bool) -> list[str] | bool:
-    """Return the names of a wrapper's inner tensors; of other masters, whether their own bytes stream.
+    """Return the names of a wrapper's inner tensors; for any other master, whether its own bytes stream.
 
     `in_place`: the master is on the compute device already, in the wanted dtype. Then the class may repack
     its bytes there: in its first forward on the CPU, bitsandbytes gives a 4-bit weight the layout of its
@@ -64,10 +65,10 @@ def rebuild_subclass(
     device: torch.device,
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, bool]:
-    """Return a tensor of the master's class around what is on the device, and whether it was made now.
+    """Return a tensor of the master's class made of `parts` on the device, and whether it was made now.
 
-    `parts` are a wrapper's inner tensors, or the plain tensor that has the bytes of another subclass. While
-    somebody has the result, it is the same one.
+    `parts` are a wrapper's inner tensors, or the plain tensor that has the bytes of another subclass. As long
+    as an earlier result for the same master and parts is alive, that is returned again.
     """
     if isinstance(parts, dict):
         return _rebuild_wrapper(master, parts, device, dtype)
@@ -110,7 +111,7 @@ def _with_class_of(
 
 
 def _cast(whole: torch.Tensor, inner: dict[str, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-    """Cast a wrapper. What is inside stays what was handed out, if the class leaves it as it is."""
+    """Return a wrapper cast to a dtype, with the same inner tensors if its class leaves these as they are."""
     cls: Any = type(whole)
     made: Any = whole.to(dtype=dtype)
     if cls not in _keeps_inner:
@@ -121,12 +122,12 @@ def _cast(whole: torch.Tensor, inner: dict[str, torch.Tensor], dtype: torch.dtyp
         for name, tensor in inner.items():
             setattr(made, name, tensor)
     for name, value in vars(whole).items():
-        vars(made).setdefault(name, value)  # what others have set on it
+        vars(made).setdefault(name, value)  # attributes that other code has set
     return made  # type: ignore[no-any-return]
 
 
 def _same(one: Any, other: torch.Tensor) -> bool:
-    """Whether two tensors are the same, and what is written on one would be right on the other."""
+    """Return whether two tensors have the same values, in the same class, dtype and strides."""
     alike = type(one) is type(other) and one.dtype == other.dtype and one.stride() == other.stride()
     return alike and torch.equal(one, other)
 

@@ -1,11 +1,11 @@
-"""Serve what some module classes, most of them torch's own, do in addition to reading attributes.
+"""Serves module classes, most of them torch's own, that reach their weights otherwise than by attributes.
 
 Note [Code on the class]
 Each `torch.fx.GraphModule` has a class of its own. `recompile()` writes `forward` and `__call__` on the type
 of `self`, and takes a `__call__` that it finds there for the user's. On a swap class the code would be lost
-with the install, and the `__call__` of the original class, which looks for its continuation on the type of
-`self` too, would find itself. So the original class is recompiled, and the swap class inherits from it as
-ever. `__reduce__`, and an assignment to `graph`, recompile.
+with the install. And the `__call__` of the original class, which looks on the type of `self` for the one to
+call next, would find itself. So the original class is recompiled, and the swap class inherits from it as
+usual. `__reduce__` recompiles, too, and so does an assignment to `graph`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _RECOMPILE = ("recompile", "_real_recompile")
 
 
 class _FlatWeights:
-    """Serves ``_flat_weights`` through the attributes, so that an installed RNN computes where it should."""
+    """The list ``_flat_weights`` of an RNN. While the RNN is installed, its items are read as attributes."""
 
     def __get__(self, module: Any, owner: type | None = None) -> Any:
         if module is None:
@@ -45,7 +45,7 @@ class _FlatWeights:
         return [getattr(module, name, None) for name in held["_flat_weights_names"]]
 
     def __set__(self, module: Any, value: Any) -> None:
-        # torch fills it from attributes; what stays after an uninstall has to be the masters.
+        # torch sets it to what attributes return, and after an uninstall it has to have the masters.
         module.__dict__[_LIST] = value if session_of(module) is None else _masters_of(module)
 
     def __delete__(self, module: Any) -> None:
@@ -57,7 +57,10 @@ def _masters_of(rnn: Any) -> list[Any]:
 
 
 def put_masters_back(module: nn.Module) -> None:
-    """Give an RNN's list its masters, as it may have others still that took their places for a while."""
+    """Put an RNN's masters into its ``_flat_weights``, which may still have tensors that stood in for them.
+
+    Has no effect on other modules.
+    """
     held, masters = module.__dict__, module._parameters
     if _LIST in held and "_flat_weights_names" in held:
         named = zip(held["_flat_weights_names"], held[_LIST], strict=True)
@@ -65,29 +68,29 @@ def put_masters_back(module: nn.Module) -> None:
 
 
 def _weights_have_changed(module: Any) -> bool:
-    """Torch compares the parameters with weak references to those of the list, to build it anew."""
+    """Return whether torch has to make ``_flat_weights`` again, because the parameters are others by now."""
     if session_of(module) is not None:
         return False  # the list is made at each access
     return bool(nn.RNNBase._weights_have_changed(module))  # type: ignore[no-untyped-call]
 
 
-# Each does something around a method of torch's: `around(method, module, *arguments)`.
+# Each of the following does something around a method: `around(method, module, *arguments)`.
 
 
 def _item_or_slice(item: Callable[..., Any], self: Any, index: Any) -> Any:
-    # torch puts a slice into a new ParameterList, which takes leaves only.
+    # torch puts a slice into a new ParameterList, which takes leaves only, and what is handed out is none.
     if isinstance(index, slice) and session_of(self) is not None:
         return [self[i] for i in range(*index.indices(len(self)))]
     return item(self, index)
 
 
 def _copied_dict(copy: Callable[..., Any], self: Any) -> Any:
-    # The same of a ParameterDict; `|` goes through it.
+    # torch makes a new ParameterDict, which takes leaves only, and what is handed out is none. `|` copies.
     return copy(self) if session_of(self) is None else dict(self.items())
 
 
 def _fake_quantised(forward: Callable[..., Any], self: Any, x: torch.Tensor) -> Any:
-    # At its first call it resizes what it was handed out; the masters are resized for it.
+    # At its first call torch resizes the buffers that it reads. So the masters are resized before that.
     buffers = vars(self)["_buffers"]
     if session_of(self) is not None and self.is_per_channel and buffers["observer_enabled"][0] == 1:
         for name in ("scale", "zero_point"):
@@ -97,8 +100,8 @@ def _fake_quantised(forward: Callable[..., Any], self: Any, x: torch.Tensor) -> 
 
 
 def _spectral_norm(forward: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    # It writes these in place and then reads them: what it was handed out first lives until it has, or it
-    # would read what the masters keep of that, which may be rounded.
+    # The forward writes these in place and then reads them again. The tensors that were handed out first are
+    # held until then: otherwise it would read what the masters have kept of the writes, which may be rounded.
     held = [getattr(self, name, None) for name in ("_u", "_v")]
     result = forward(self, *args, **kwargs)
     del held
@@ -110,7 +113,7 @@ def _reads_buffers(method: object) -> bool:
     return code is not None and "_buffers" in code.co_names
 
 
-# A mapping of buffers, such as peft's `BufferDict`, reads its dictionary and no attributes.
+# These are for a mapping of buffers, such as peft's `BufferDict`, which reads `_buffers` and no attributes.
 
 
 def _item(item: Callable[..., Any], self: Any, key: Any) -> Any:
@@ -132,7 +135,7 @@ def _values(values: Callable[..., Any], self: Any) -> Any:
 def _recompiled(recompile: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     plain = as_plain(self)
     try:
-        return recompile.__get__(plain, type(plain))(*args, **kwargs)  # the lazy kind's is a class method
+        return recompile.__get__(plain, type(plain))(*args, **kwargs)  # a class method in the lazy kind
     finally:
         # A new `__call__` of the original class hides the native provider's: Note [A call is a slot].
         getattr(self._dynswap_attribute, "serve_calls", lambda _: None)(type(self))
@@ -151,10 +154,10 @@ def _method(cls: type, name: str, around: Callable[..., Any]) -> dict[str, Any]:
 def namespace_for(
     cls: type, join: Callable[[Any, Any], None], before_removal: Callable[[Any, str], None]
 ) -> dict[str, Any]:
-    """Return what the swap class of one of torch's classes has to define; nothing for most classes.
+    """Return what the swap class of `cls` has to define in addition; nothing for most classes.
 
-    ``join(module, child)`` lets a child that came into an installed module join its install.
-    ``before_removal(module, name)`` is called before a weight leaves its module.
+    ``join(module, child)`` is called when a child has come into an installed module, so that it joins the
+    install. ``before_removal(module, name)`` is called before a weight leaves its module.
     """
 
     def inserted(insert: Callable[..., Any], self: Any, index: int, module: nn.Module) -> Any:
