@@ -87,9 +87,9 @@ class ParameterProxy(torch.Tensor):
             if handed_out is not None:
                 vars(self)[_TENSOR] = handed_out
                 # While this tensor is held, an access returns it, as it would return the parameter itself:
-                # peft merges DoRA through two names of one weight. Not if it requires gradients and has
-                # another shape, because its graph is of the old one. And a master that is handed out as it is
-                # keeps nothing of the install.
+                # peft merges DoRA through two names of one weight. A tensor that requires gradients and has
+                # had another shape is not returned, because its graph is of that shape. And a master that is
+                # handed out as it is keeps nothing of the install.
                 if handed_out is not master and (handed_out.shape == shape or not self.requires_grad):
                     vars(handed_out)[_ALIAS] = weakref.ref(self)
 
