@@ -26,46 +26,25 @@ from torch import nn
 from dynswap_ext._swap.changed_elements import changed_elements, with_changes
 from dynswap_ext._swap.kept_in_float32 import dtype_of
 from dynswap_ext._swap.lifted_masters import is_lifted, master_of_assigned
+from dynswap_ext._swap.read_by_graphs import before_name, live_name, read_at_each_call
 from dynswap_ext._swap.state import session_of
 from dynswap_ext._util.untraced import untraced
 
-#: Modules of which a graph has read a buffer.
+#: Modules of which a graph has read a buffer. One that assigns a buffer reads it, too (`hasattr`).
 #: LOCK: `_looking`, because a set cannot be iterated over while another thread adds to it.
 _seen: Final[weakref.WeakSet[nn.Module]] = weakref.WeakSet()
 _looking: Final = threading.Lock()
 
 
-def before_name(name: str) -> str:
-    """Return the name of the attribute by which a graph reads a buffer as it was when the graph began."""
-    return f"_dynswap_before_{name}"
-
-
-def live_name(name: str) -> str:
-    """Return the name of the attribute by which a graph reads the handed-out tensor of a buffer."""
-    return f"_dynswap_live_{name}"
-
-
 def before(name: str) -> property:
     """Return the property that a swap class has as `before_name(name)`."""
-    return property(_Before(name).__getitem__)
 
-
-class _Before(dict[nn.Module, torch.Tensor]):
-    """Maps a module to its buffer of one name. It stays empty, so each lookup calls `__missing__`.
-
-    Its `__getitem__` is a function in C: torch.compile does not trace a property that has it as getter.
-    """
-
-    __slots__ = ("_name",)
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    @untraced
-    def __missing__(self, module: nn.Module) -> torch.Tensor | None:
+    def read(module: nn.Module) -> torch.Tensor | None:
         with _looking:
             _seen.add(module)
-        return module._buffers.get(self._name)
+        return module._buffers.get(name)
+
+    return read_at_each_call(read)
 
 
 def assigned_in_graph(module: Any, before_graph: str, buffer: torch.Tensor | None) -> bool:

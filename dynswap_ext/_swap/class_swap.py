@@ -19,16 +19,9 @@ from typing import Any, Final, cast
 import torch
 from torch import nn
 
-from dynswap_ext._swap.assigned_buffers import (
-    as_buffer,
-    before,
-    before_name,
-    forget_assigned,
-    live_name,
-    settle,
-)
+from dynswap_ext._swap.assigned_buffers import as_buffer, before, forget_assigned, settle
 from dynswap_ext._swap.class_identity import metaclass_over
-from dynswap_ext._swap.compile_support import flush_graphs, getter, live, release_inputs
+from dynswap_ext._swap.compile_support import dtype_handed_out, flush_graphs, getter, live, release_inputs
 from dynswap_ext._swap.device_moves import staying
 from dynswap_ext._swap.device_queries import Members, as_asked, looked_at
 from dynswap_ext._swap.device_queries import namespace_for as answers_for
@@ -39,6 +32,7 @@ from dynswap_ext._swap.other_offloading import WATCHED, refuse_hook
 from dynswap_ext._swap.parameter_proxy import master_of, stand_in
 from dynswap_ext._swap.parametrized import copy_over, is_copy, made_by_torch
 from dynswap_ext._swap.plain_copies import copiers_for, made_plain, plain_reduction, plain_state
+from dynswap_ext._swap.read_by_graphs import before_name, dtype_name, live_name
 from dynswap_ext._swap.set_attributes import take_attributes
 from dynswap_ext._swap.state import is_scripted, modules_of, original_class, session_of, set_class
 from dynswap_ext._swap.torch_modules import namespace_for
@@ -96,6 +90,7 @@ def ensure(swap: type, name: str) -> bool:
     setattr(owner, name, owner._dynswap_attribute(name, getter(name)))
     setattr(owner, live_name(name), live(name))
     setattr(owner, before_name(name), before(name))
+    setattr(owner, dtype_name(name), dtype_handed_out(name))
     becomes = owner.__dict__.get("cls_to_become")
     if becomes is not None:
         ensure(becomes, name)

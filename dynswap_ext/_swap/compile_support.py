@@ -26,15 +26,9 @@ from typing import Any, Final, cast
 import torch
 from torch import nn
 
-from dynswap_ext._swap.assigned_buffers import (
-    assigned_in_graph,
-    before_name,
-    live_name,
-    settle,
-    settle_all,
-)
+from dynswap_ext._swap.assigned_buffers import assigned_in_graph, settle, settle_all
+from dynswap_ext._swap.read_by_graphs import before_name, dtype_name, live_name, read_at_each_call
 from dynswap_ext._swap.state import STATE_KEY, session_of
-from dynswap_ext._util.untraced import untraced
 
 #: A buffer of integers with more bytes than this is a packed weight of a quantised model.
 _PACKED_BYTES: Final = 1 << 20
@@ -70,30 +64,27 @@ def flush_graphs() -> None:
 
 def live(name: str) -> property:
     """Return the property that a swap class has as `live_name(name)`."""
-    return property(_Live(name).__getitem__)
 
-
-class _Live(dict[nn.Module, torch.Tensor]):
-    """Maps a module to what is handed out for its buffer of one name, and keeps that.
-
-    It stays empty, so each lookup calls `__missing__`. Its `__getitem__` is a function in C: torch.compile
-    does not trace a property that has it as getter.
-    """
-
-    __slots__ = ("_name",)
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    @untraced
-    def __missing__(self, module: nn.Module) -> torch.Tensor:
+    def read(module: nn.Module) -> torch.Tensor:
         session = session_of(module)
         if session is None:  # a copy of an installed module's class, or the module was uninstalled since
-            raise AttributeError(f"'{type(module).__name__}' object has no attribute '{self._name}'")
+            raise AttributeError(f"'{type(module).__name__}' object has no attribute '{name}'")
         settle(module)
-        tensor: torch.Tensor = session.fetch_buffer(module, self._name)
-        _kept.inputs.setdefault(module, {})[self._name] = tensor
+        tensor: torch.Tensor = session.fetch_buffer(module, name)
+        _kept.inputs.setdefault(module, {})[name] = tensor
         return tensor
+
+    return read_at_each_call(read)
+
+
+def dtype_handed_out(name: str) -> property:
+    """Return the property that a swap class has as `dtype_name(name)`."""
+
+    def read(module: nn.Module) -> torch.dtype | None:
+        session = session_of(module)
+        return None if session is None else session.dtype_of(module, name)
+
+    return read_at_each_call(read)
 
 
 def is_packed(buffer: torch.Tensor) -> bool:
@@ -106,17 +97,19 @@ PlaceOf = Callable[[nn.Module, str, torch.Tensor], tuple[torch.device, torch.dty
 
 
 def _place_in_session(
-    module: nn.Module, _: str, master: torch.Tensor
+    module: nn.Module, name: str, master: torch.Tensor
 ) -> tuple[torch.device, torch.dtype] | None:
     """Return the device and dtype in which a native session hands out a master; None: the master itself.
 
-    They are read from the module's state, because code that is traced cannot call the session.
+    Code that is traced cannot call the session. So the device is read from the module's state, and the dtype
+    of a parameter from its `dtype_name`. That of a buffer is only compared, as the graph gets it handed out.
     """
     held = module.__dict__
     if STATE_KEY not in held:
         return None
-    state = held[STATE_KEY]
-    dtype = state.dtype if state.dtype is not None and master.is_floating_point() else master.dtype
+    state, dtype = held[STATE_KEY], master.dtype
+    if state.dtype is not None and master.is_floating_point():
+        dtype = getattr(module, dtype_name(name)) if name in held["_parameters"] else state.dtype
     return None if master.device == state.device and master.dtype == dtype else (state.device, dtype)
 
 

@@ -275,6 +275,22 @@ def test_frozen_masters_and_a_change_of_mind(provider: Provider) -> None:
         assert_gradients_as_moved(model, moved)
 
 
+def test_weights_that_are_not_cast(provider: Provider) -> None:
+    model = Net().eval()
+    provider.install(model, dtype=torch.bfloat16, ignore="head.bias")
+    model.late = nn.Parameter(torch.randn(4))
+
+    def read(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return x * model.head.weight[0, 0], model.head.bias * 1, x * model.late
+
+    x = provider.randn(4, dtype=torch.bfloat16)
+    with torch.no_grad():
+        found, expected = torch.compile(read, backend="eager", fullgraph=True)(x), read(x)
+    assert [tensor.dtype for tensor in found] == [torch.bfloat16, torch.float32, torch.float32]
+    for tensor, wanted in zip(found, expected, strict=True):
+        testing.assert_bit_equal(tensor.cpu(), wanted.cpu())
+
+
 def test_two_installs_on_one_class_do_not_share_a_graph(provider: Provider) -> None:
     first, second = mlp(layers=1), mlp(layers=1)
     moved_first, _ = provider.pair(first)

@@ -97,6 +97,22 @@ def test_it_computes_as_it_was_loaded(
     assert handle.stats().bytes_moved >= sum(m.nbytes for m in cast_or_moved)
 
 
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize("made", [OfDiffusers, OfTransformers])
+def test_a_graph_computes_so_too(provider: Provider, made: type[OfDiffusers]) -> None:
+    model = made()
+    loaded = cast(model, provider.device, torch.bfloat16)
+    provider.install(model, dtype=torch.bfloat16)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    x = provider.randn(3, 8, dtype=torch.bfloat16)
+    for each in (compiled, loaded):
+        each(x).float().pow(2).sum().backward()
+    for (name, master), value in zip(model.named_parameters(), loaded.parameters(), strict=True):
+        assert master.grad is not None and value.grad is not None
+        testing.assert_bit_equal(master.grad, value.grad.to("cpu", torch.float32), name)
+    testing.assert_bit_equal(compiled(x), loaded(x))
+
+
 def test_it_stays_so_for_other_masters_and_new_plans(provider: Provider) -> None:
     model = OfDiffusers().eval()
     provider.install(model, dtype=torch.bfloat16)
