@@ -106,7 +106,7 @@ class Choices:
     def _matched(self, option: str, names: Sequence[str]) -> set[str]:
         matched: set[str] = set()
         for pattern in self._patterns[option]:
-            found = {name for name in names if _matches(name, pattern)}
+            found = {name for name in names if any(fnmatchcase(path, pattern) for path in _paths(name))}
             if not found:
                 known = dict.fromkeys(part for name in names for part in _paths(name))
                 hint = did_you_mean(pattern, known)
@@ -115,10 +115,6 @@ class Choices:
                 raise ConfigError(f"{option} has {pattern!r}, which matches no weight of the model{hint}")
             matched |= found
         return matched
-
-
-def _matches(name: str, pattern: str) -> bool:
-    return any(fnmatchcase(path, pattern) for path in _paths(name))
 
 
 def _paths(name: str) -> Iterator[str]:

@@ -17,6 +17,7 @@ parameter in this way (`torch.bmm` over all experts), it is streamed as a whole 
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, Protocol
@@ -92,11 +93,15 @@ class ExpertSlices(torch.Tensor):
             return iter(self.unbind(0))  # its backward stacks the gradients, and so keeps the sign of a zero
         return (self._slice(index) for index in range(len(self)))
 
-    def _slice(self, index: int) -> torch.Tensor:
+    def _from_first(self, index: int) -> int:
+        """Return an index counted from the first slice; IndexError if there is no such slice."""
         count = self._master.shape[0]
         if not -count <= index < count:
             raise IndexError(f"index {index} is out of bounds for dimension 0 with size {count}")
-        index %= count
+        return index % count
+
+    def _slice(self, index: int) -> torch.Tensor:
+        index = self._from_first(index)
         fetched = self._source.fetch_slice(self._master, index)
         if fetched is None:  # the install was ended or replaced, or has a new plan, since this was handed out
             fetched = self._source.fetch_whole(self._master)[index]
@@ -213,7 +218,7 @@ def _transposed(func: Any, slices: ExpertSlices, *dims: Any, **named: Any) -> An
     if 0 in (first, second):
         return NotImplemented
     # Dimensions are counted from the last one, as a slice lacks the first.
-    view = _Transposed(first - count, second - count)
+    view = functools.partial(torch.transpose, dim0=first - count, dim1=second - count)
     views: _Views = (*slices._views, view)
     return _made(slices._master, slices._source, slices.device, slices.dtype, views)
 
@@ -223,14 +228,6 @@ def _hooked(*_: Any, **__: Any) -> Any:
         "dynswap_ext: register_hook() on fused experts in a forward: each expert that is used has a gradient "
         "of its own there. Register the hook on the model's parameter, outside the forward"
     )
-
-
-class _Transposed:
-    def __init__(self, first: int, second: int) -> None:
-        self._dims = first, second
-
-    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.transpose(*self._dims)
 
 
 def _converted(_: Any, slices: ExpertSlices, *wanted: Any, **named: Any) -> Any:
@@ -277,11 +274,7 @@ def _grouped(
 
 def _gathered(slices: ExpertSlices, rows: list[int]) -> torch.Tensor:
     """Return the slices of these indices, copied into one tensor, with one slice at a time on the device."""
-    count = len(slices)
-    for row in rows:
-        if not -count <= row < count:
-            raise IndexError(f"index {row} is out of bounds for dimension 0 with size {count}")
-    rows = [row % count for row in rows]
+    rows = [slices._from_first(row) for row in rows]
     # For a leaf, `apply` would take a mutex with the GIL held: Note [Autograd's mutex is taken without the
     # GIL].
     master = slices._master.view_as(slices._master)

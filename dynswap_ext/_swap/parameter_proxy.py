@@ -298,9 +298,8 @@ def master_of(tensor: _T) -> _T:
     A tensor that was read outside a forward knows its master. One that was read in a forward knows it only
     after `stand_in`.
     """
-    if type(tensor) is ParameterProxy:
-        return vars(tensor).get(_MASTER, tensor)  # type: ignore[no-any-return]
-    if not torch.compiler.is_dynamo_compiling() and _is_of_a_forward(tensor):
+    compiling = torch.compiler.is_dynamo_compiling()
+    if type(tensor) is ParameterProxy or (not compiling and _is_of_a_forward(tensor)):
         return vars(tensor).get(_MASTER, tensor)  # type: ignore[no-any-return]
     return tensor
 
