@@ -174,6 +174,15 @@ def test_patterns_that_cannot_be_used(provider: Provider, options: dict[str, obj
     assert trace(model) == before
 
 
+def test_a_tied_weight_is_kept_or_left_alone(provider: Provider) -> None:
+    model = nn.ModuleDict({"a": nn.Linear(4, 4, bias=False), "b": nn.Linear(4, 4, bias=False)})
+    model.b.weight = model.a.weight
+    with pytest.raises(ConfigError, match=r"both name 'a.weight', which is also 'b.weight'"):
+        provider.install(model, keep="a", ignore="b")
+    with pytest.raises(ConfigError, match="ignore names every weight"):
+        provider.install(model, ignore="b.weight")
+
+
 class Asks(nn.Module):
     """A model whose forward asks its weights for device and dtype."""
 

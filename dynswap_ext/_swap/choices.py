@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
@@ -56,19 +56,25 @@ class Choices:
         """
         if not any(self._patterns.values()):
             return
-        owned = [
-            (module, [(name, master, f"{path}.{name}" if path else name) for name, master, _ in own])
+        weights = [
+            (id(master), f"{path}.{name}" if path else name)
             for path, module in named_modules_of(root)
-            if not is_scripted(type(module)) and (own := own_masters(module))
+            if not is_scripted(type(module))
+            for name, master, _ in own_masters(module)
         ]
-        names = [name for _, own in owned for _, _, name in own]
-        keep, ignore = (self._matched(option, names) for option in ("keep", "ignore"))
-        if both := sorted(keep & ignore):
-            raise ConfigError(f"keep and ignore both name {both[0]!r}: a weight is kept, or left alone")
-        # A master that several modules share is one weight.
-        kept = {id(master) for _, own in owned for _, master, name in own if name in keep}
-        alone = {id(master) for _, own in owned for _, master, name in own if name in ignore}
-        left = {id(module) for module in modules_of(root) if ignore and _all_in(module, alone)}
+        names = [name for _, name in weights]
+        # A master that several modules share is one weight, with several names.
+        kept, alone = (
+            {master: name for master, name in weights if name in matched}
+            for matched in (self._matched("keep", names), self._matched("ignore", names))
+        )
+        if both := [master for master in kept if master in alone]:
+            one, other = kept[both[0]], alone[both[0]]
+            also = "" if one == other else f", which is also {other!r}"
+            raise ConfigError(f"keep and ignore both name {one!r}{also}: a weight is kept, or left alone")
+        if weights and len(alone) == len(dict(weights)):
+            raise ConfigError("ignore names every weight: nothing is left to install")
+        left = {id(module) for module in modules_of(root) if alone and _all_in(module, alone)}
         for module in modules_of(root):
             own = [] if is_scripted(type(module)) else own_masters(module)
             self._of[id(module)] = _Named(
@@ -77,8 +83,6 @@ class Choices:
                 frozenset(name for name, master, _ in own if id(master) in kept),
                 frozenset(name for name, master, _ in own if id(master) in alone),
             )
-        if names and ignore == set(names):
-            raise ConfigError("ignore names every weight: nothing is left to install")
 
     def of(self, modules: Sequence[nn.Module]) -> Chosen:
         """Return what `keep` and `ignore` name in these modules."""
@@ -124,8 +128,8 @@ def _paths(name: str) -> Iterator[str]:
         yield ".".join(words[:end])
 
 
-def _all_in(module: nn.Module, masters: set[int]) -> bool:
-    """Return whether a module and its children have weights, and all of them are among `masters`."""
+def _all_in(module: nn.Module, masters: Container[int]) -> bool:
+    """Return whether a module and its children have weights, and the ids of all of them are in `masters`."""
     inside = [
         id(master)
         for part in modules_of(module)
