@@ -1,6 +1,6 @@
-"""What the entry point shows to Lightning, whose every `Trainer` imports it, also in programs without us.
+"""The entry point for Lightning. Every `Trainer` imports it, also in programs that do not use this package.
 
-So this is a module of its own: importing the package would load the extension there.
+It is no part of `dynswap_ext`, because importing that would load the extension into all these programs.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def callbacks() -> list[Any]:
-    """Return the callback that ``DYNSWAP_LIGHTNING`` asks for; without that variable, none."""
+    """Return the callback that installs each Trainer's module; none unless ``DYNSWAP_LIGHTNING`` is set."""
     if not os.environ.get("DYNSWAP_LIGHTNING"):
         return []
     from dynswap_ext.integrations.lightning import from_environment

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from dynswap_ext import integrations  # noqa: F401  (what it knows is used from the first install on)
+from dynswap_ext import integrations  # noqa: F401  (registers the libraries that installs have to know)
 from dynswap_ext._provider import BackendInfo, backend_info
 from dynswap_ext._tuning import Tuning
 from dynswap_ext._version import __version__
@@ -60,7 +60,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import submodules when they are first used, as most programs do not need all of them."""
+    """Import submodules and `StreamConfig` when they are first used: most programs need few of them."""
     import importlib
 
     if name in ("checkpoint", "inspect", "testing"):

@@ -1,4 +1,4 @@
-"""``python -m dynswap_ext``: the same as ``dynswap``."""
+"""Runs the command line, ``dynswap``, as ``python -m dynswap_ext``."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""The RAM that the weights of all installs take, counted and kept within ``host_budget``."""
+"""Counts the RAM that the weights of all installs take, and keeps it within ``host_budget``."""
 
 from __future__ import annotations
 
@@ -21,32 +21,33 @@ from dynswap_ext.config import Options
 from dynswap_ext.errors import ConfigError
 from dynswap_ext.profile.host_memory import HostMemory
 
-#: Of one install on an accelerator: kStagingBytes * kStagingBuffers (csrc/transfer/staging.h).
+#: Bytes of the staging buffers of one install on an accelerator: kStagingBytes * kStagingBuffers
+#: (csrc/transfer/staging.h).
 _STAGING: Final = 64 << 20
 
-#: Those that have named an amount, from `begin` to `end`.
+#: The bounds of installs that have named an amount as `host_budget`, from `begin` to `end`.
 _named: Final[set[HostBound]] = set()
 
 
 class HostBound:
-    """What one install lets the weights of all installs take of the host's RAM (`host_budget`)."""
+    """The bound that one install (`host_budget`) sets on the RAM that the weights of all installs take."""
 
     def __init__(self, options: Options, provider: _provider.Provider) -> None:
         self._options = options
         self._provider = provider
-        #: The provider keeps to the bound as long as this lives.
+        #: The provider's limits, which hold as long as this object lives.
         self._kept: object = None
 
     @property
     def total(self) -> int | None:
-        """The amount that was named, in bytes."""
+        """The amount that was given as `host_budget`, in bytes; None if it was "auto" or "minimum"."""
         return self._options.host_budget.total
 
     def begin(self, planned: nn.Module, *, in_place_of: Collection[HostBound], refuses: bool) -> None:
-        """Keep to the bound from now on, with the weights of a model that is to be installed.
+        """Set the bound, and count the weights of a model that is about to be installed.
 
-        Raises ConfigError if masters that are in RAM, and buffers, take more, and warns if they take more
-        than other installs allow that stay; neither unless this `refuses`.
+        If `refuses`, it raises ConfigError if masters in RAM and buffers take more, and warns if they take
+        more than other installs allow. Installs with the bounds `in_place_of` are replaced, and do not count.
         """
         self._keep_to(planned, refuses=refuses)
         if others := _named - {self}:
@@ -57,7 +58,7 @@ class HostBound:
             _named.add(self)
 
     def end(self) -> None:
-        """Let go of the bound."""
+        """Remove the bound."""
         self._kept = None
         _named.discard(self)
 
@@ -82,8 +83,11 @@ class HostBound:
 
 
 def recount(*planned: nn.Module) -> None:
-    """Have the bounds of all installs follow the masters that came and went, and those that are planned."""
-    for bound in list(_named):  # calls of other threads plan, too, and other installs end
+    """Compute the bounds of all installs again, after masters came or went.
+
+    Masters of `planned`, which are about to be installed, count too.
+    """
+    for bound in list(_named):  # other threads may begin and end bounds in the meantime
         bound._keep_to(*planned)
         if bound not in _named:
             bound.end()
@@ -102,7 +106,7 @@ def _warn_if_exceeded(bounds: Iterable[HostBound], planned: nn.Module) -> None:
 
 
 def host_memory() -> HostMemory:
-    """Return the RAM that the weights of all installs take now."""
+    """Return the RAM that the weights of all installs of this process take now."""
     in_ram, every, mapped = _masters(_installed())
     return HostMemory(
         masters=in_ram,
@@ -119,7 +123,7 @@ def _installed() -> list[nn.Module]:
 
 
 def _masters(models: Iterable[nn.Module]) -> tuple[int, int, list[tuple[int, int]]]:
-    """Return the bytes of masters in RAM, of all masters on the host, and the ranges of mapped files."""
+    """Return the bytes of masters in RAM and of all masters on the host, and the files' mapped ranges."""
     files = FileMappings()
     in_ram: set[tuple[int, int]] = set()
     mapped: set[tuple[int, int]] = set()
@@ -136,7 +140,7 @@ def _masters(models: Iterable[nn.Module]) -> tuple[int, int, list[tuple[int, int
 
 
 def _memory_of(master: torch.Tensor) -> list[tuple[int, int]]:
-    """Return where a master's bytes are in the host's memory; nothing of a tensor that does not say."""
+    """Return the ranges of the host's memory that hold a master; none if it has no storage to ask."""
     with suppress(RuntimeError), torch._C.DisableTorchFunctionSubclass():  # a lazy master refuses every call
         return [
             (storage.data_ptr(), storage.data_ptr() + storage.nbytes())

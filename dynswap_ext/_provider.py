@@ -1,4 +1,4 @@
-"""Chooses what answers an access: the native extension, or pure Python; and says which, and why."""
+"""Chooses the provider that serves accesses, the native extension or pure Python, and says which and why."""
 
 from __future__ import annotations
 
@@ -38,24 +38,27 @@ _SILENCE = "DYNSWAP_PROVIDER=python takes pure Python without this warning"
 _SILENT_STREAMS = "DYNSWAP_ENGINE_BACKEND=torch takes torch's streams without this warning"
 
 
-#: As `host_memory` of the extension has them.
+#: The keys of what the extension's `host_memory` returns.
 _USES_OF_RAM = ("locked", "copies", "staging", "page_cache")
 
 
 @dataclass(frozen=True)
 class Provider:
-    """How to make sessions and descriptors."""
+    """The implementation that serves an install's accesses: it makes the session and the descriptors."""
 
+    #: "native" or "python".
     name: str
+    #: Makes the session of one install.
     session: Callable[[Options, Budget, Hooks], Session]
+    #: The class of the descriptors that take the place of parameters and buffers.
     attribute: type
-    #: Limits the bytes of the host's RAM that engines take beside masters, while what it returns lives. Pure
-    #: Python takes none.
+    #: Limits the RAM that engines take in addition to masters, in bytes, as long as the result lives. Has no
+    #: effect in pure Python, which takes none.
     limit_host_memory: Callable[..., object]
     #: The engine's backend: "host", "cuda" or "torch" (torch's own streams). "python" for the pure-Python
     #: provider, which has no engine.
     backend: str
-    #: Why it is not the native one; empty if it is, and where pure Python was asked for.
+    #: Why this is not the native provider with its best backend; empty if it is, or if it was asked for.
     reason: str = ""
 
 
@@ -66,12 +69,12 @@ class BackendInfo:
     #: The provider that an install on the default device takes: "native" or "python". Whether the driver can
     #: serve a CUDA device is known only once something has used one.
     provider: str
-    #: Whether the extension could be imported.
+    #: Whether the extension can be used.
     extension: bool
     #: Why the native provider, or the best backend of its engine, is not used; None if they are.
     reason: str | None
-    #: How the native provider would copy to the default device: "host", "cuda", "torch" (torch's own
-    #: streams); or "python".
+    #: How weights would be copied to the default device: "host", "cuda", "torch" (torch's own streams), or
+    #: "python" for the pure-Python provider.
     backend: str
     #: The version of torch that runs.
     torch: str
@@ -79,7 +82,9 @@ class BackendInfo:
     built_for_torch: str | None
     #: Whether the extension was built with the CUDA backend.
     cuda: bool
+    #: The compiler that built the extension; None if it is not known.
     compiler: str | None
+    #: The devices that the system lists, such as "cpu" and "cuda:0". The last one is the default device here.
     devices: tuple[str, ...]
     #: What torch has for the default device: "a stream for copies", "pinned memory", "page-locking". What is
     #: missing makes copies slower, not wrong. None unless torch's streams serve the device and its driver was
@@ -96,7 +101,7 @@ class BackendInfo:
     numa: str | None = None
 
     def __str__(self) -> str:
-        """Write one line a fact."""
+        """Return one line for each fact."""
         return "\n".join(f"{name:<16} {value}" for name, value in self.facts().items())
 
     def facts(self) -> dict[str, str]:
@@ -124,7 +129,7 @@ class BackendInfo:
 
 
 class _Obstacle(NamedTuple):
-    """What keeps the native provider, or its best backend, from serving a device, and what to do about it.
+    """Why the native provider, or its best backend, cannot serve a device, and what to do about it.
 
     Both texts are without a full stop.
     """
@@ -134,16 +139,21 @@ class _Obstacle(NamedTuple):
 
 
 class _Extension(NamedTuple):
+    """The native extension, or why it cannot be used."""
+
+    #: None if it cannot be used.
     module: Any
     #: Why it cannot be used; empty if it can.
     reason: str
+    #: What it was built with (torch, CUDA, a compiler), by name; empty if it could not be imported.
     build: dict[str, Any]
 
 
 def select(asked: str, device: torch.device) -> Provider:
     """Choose the provider for an install on the device: `asked` is "auto", "native" or "python".
 
-    "auto" takes the native extension where it can serve the device, else pure Python, with a warning.
+    "auto" takes the native extension if it can serve the device, else pure Python. Warns, once each, of what
+    makes copies slower than they could be, unless it was asked for.
 
     Raises
     ------
@@ -186,7 +196,7 @@ def select(asked: str, device: torch.device) -> Provider:
 
 
 def warn_of_one_memory(device: torch.device) -> None:
-    """Warn, once for each device, if it computes in the host's own memory."""
+    """Warn if the device computes in the host's own memory, so that streaming saves none; once per device."""
     if device.type != "cpu" and DeviceMemory(device).is_the_hosts():
         _warn_once(
             f"'{device}' computes in the host's own memory, so streaming weights to it saves no memory and "
@@ -196,10 +206,10 @@ def warn_of_one_memory(device: torch.device) -> None:
 
 
 def backend_info(*, ask_driver: bool | None = None) -> BackendInfo:
-    """Say which provider is active, and why. Warns about nothing.
+    """Return which provider is active, and why. Gives no warnings.
 
-    A process that has woken the CUDA driver cannot be forked for work with CUDA. So CUDA devices are those
-    that NVML lists. (Where there is a driver and no NVML, torch itself asks the driver how many there are.)
+    By default, CUDA's driver is not initialised here, because children of a fork could not use CUDA then.
+    CUDA devices are those that NVML lists. (With a driver and no NVML, torch itself asks the driver.)
 
     Parameters
     ----------
@@ -236,7 +246,7 @@ def backend_info(*, ask_driver: bool | None = None) -> BackendInfo:
 
 
 def _offered(extension: _Extension, device: torch.device) -> tuple[str, ...]:
-    """Return what torch has for a device, in the words of `BackendInfo.offers`."""
+    """Return what torch has for copies to a device, in the words of `BackendInfo.offers`."""
     has = extension.module.capabilities(device)
     words = {
         "copy_stream": "a stream for copies",
@@ -247,9 +257,9 @@ def _offered(extension: _Extension, device: torch.device) -> tuple[str, ...]:
 
 
 def obstacle_to_giving_way(provider: str, device: torch.device) -> str | None:
-    """Return why residents do not give way to other memory of the device, and what to do; empty if they do.
+    """Return why weights on the device (residents) do not give way if memory runs out, and what to do.
 
-    None for the CPU, whose memory is the system's to move.
+    The text is empty if they give way. None for the CPU, where the system can swap memory out.
     """
     if device.type == "cpu":
         return None
@@ -265,9 +275,9 @@ def obstacle_to_giving_way(provider: str, device: torch.device) -> str | None:
 
 
 def update_memory_history_recorded() -> bool:
-    """Return whether torch records CUDA's allocations, and tell the extension, whose residents stay then.
+    """Return whether torch records CUDA's allocations, and tell the extension.
 
-    See Note [When torch's allocator asks].
+    While it does, residents do not give way: Note [When torch's allocator asks].
     """
     ask: Callable[[], bool] | None = getattr(torch._C, "_cuda_isHistoryEnabled", None)
     begun = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
@@ -277,7 +287,7 @@ def update_memory_history_recorded() -> bool:
 
 
 def host_memory_beside_masters() -> dict[str, int]:
-    """Return the bytes of RAM that the engine takes beside masters, by use, named as in `HostMemory`."""
+    """Return the bytes of RAM that engines take in addition to masters, by use, named as in `HostMemory`."""
     module = _extension().module
     return dict.fromkeys(_USES_OF_RAM, 0) if module is None else module.host_memory()
 
@@ -311,7 +321,10 @@ def _python(reason: str = "") -> Provider:
 def _engine(
     extension: _Extension, device: torch.device, *, ask_driver: bool = True
 ) -> tuple[str, _Obstacle | None]:
-    """Return the engine's backend for a device ("": none), and what rules out a better one, if anything."""
+    """Return the engine's backend for a device, and why there is no better one, or None.
+
+    The backend is empty if the engine cannot serve the device.
+    """
     if extension.module is None:
         return "", _Obstacle(extension.reason, f"Reinstall it for this torch ({for_this_torch()})")
     wanted = engine_backend_from_environment()
@@ -361,7 +374,7 @@ def _without_driver(extension: _Extension, device: torch.device) -> _Obstacle | 
         name = str(error).split(" ", 1)[0]
         remedy = {
             "cudaErrorInsufficientDriver": older,
-            "CUDA": "Start the process with the 'spawn' method",  # it is a fork
+            "CUDA": "Start the process with the 'spawn' method",  # this process is a forked child
             "cudaErrorSystemNotReady": "Start what the driver needs (with NVSwitch, nvidia-fabricmanager)",
         }.get(name, "See whether `nvidia-smi` works: after an update of the driver it takes a restart")
         return _Obstacle(f"{built} cannot use the driver: {error}", remedy)
@@ -375,7 +388,7 @@ def _without_driver(extension: _Extension, device: torch.device) -> _Obstacle | 
 
 
 def _in_a_checkout() -> str:
-    """Say so if this is the source folder, which Python takes before an installed package."""
+    """Return words that say that this package is run in its source folder; empty if it is not."""
     checkout = Path(__file__).parents[1]
     if not (checkout / "build_backend").is_dir():
         return ""
@@ -384,30 +397,32 @@ def _in_a_checkout() -> str:
 
 @functools.cache
 def _extension() -> _Extension:
-    """Import the extension, once."""
+    """Import the extension, once, and connect it to the front end."""
     try:
         module = importlib.import_module("._C", __package__)
         build = dict(module.build_info())
-    except Exception as error:  # ImportError, or whatever a library of another ABI does on loading
+    except Exception as error:  # not only ImportError: a library of another ABI may fail in any way
         if isinstance(error, ModuleNotFoundError) and error.name == f"{__package__}._C":
             return _Extension(None, f"the extension is not built{_in_a_checkout()}", {})
         first_line = next(iter(str(error).strip().splitlines()), "no message")
         reason = f"the extension cannot be imported ({type(error).__name__}: {first_line})"
         return _Extension(None, reason, {})
     built, runs = str(build.get("torch", "")), torch.__version__
-    if built.split("+")[0].split(".")[:2] != runs.split("+")[0].split(".")[:2]:  # else its C++ is the same
+    if built.split("+")[0].split(".")[:2] != runs.split("+")[0].split(".")[:2]:  # patch releases share an ABI
         return _Extension(None, f"the extension was built for torch {built}, and torch {runs} runs", build)
     now = bindings_of(Path(__file__).parents[1])
     if now and build.get("bindings") not in ("", now):
         reason = "the compiled extension is older than its sources: run `make build`, or `pip install .`"
         return _Extension(None, reason, build)
-    # First: asking a tensor for its storage, as pure Python has to, makes the storage shared for good.
+    # In front of the functions of pure Python, which ask a tensor for its storage and so make it shared for
+    # good.
     untracked_alias_made.insert(0, module.note_untracked_alias)
     take_to_master.insert(0, module.take_to_master)
     handed_out_again.insert(0, lambda _: lambda master: module.fetch(master, True))
     compile_support.fetch_master = module.fetch
 
     if hasattr(module, "release_idle_nodes"):
-        # Idle nodes lead to masters, whose hooks may lead to the model: a cycle hidden from the collector.
+        # Idle autograd nodes refer to masters, whose hooks may refer to the model. The collector cannot see
+        # this cycle.
         gc.callbacks.append(lambda phase, _: module.release_idle_nodes() if phase == "start" else None)
     return _Extension(module, "", build)

@@ -1,9 +1,9 @@
-"""Find where a pass begins if several models share an install: a pass is one round of all of them.
+"""Finds where a pass begins if several models share an install: a pass is one round of all of them.
 
 A pipeline calls its text encoder once, its denoiser thirty times and its decoder once. The whole round is
-measured, because it decides how much a resident saves. No program says where a round begins, so that is
-inferred from the calls: a round begins when all models that take part have been called, and one of them is
-called again after another.
+measured, because it decides how much a weight saves by staying on the device. No program says where a round
+begins, so that is inferred from the calls: a round begins when all models that take part have been called,
+and one of them is called again after another.
 """
 
 from __future__ import annotations
@@ -13,41 +13,46 @@ from typing import Final, NamedTuple
 #: If a model is called this many times in a row, or more than twice as often as in any earlier row of calls,
 #: it is taken for a loop of its own, in which each call is a pass.
 _LOOP: Final = 64
-#: After this many returns to models that the round has called, the round no longer waits for the others.
+#: After this many returns to models that the round has called before, it no longer waits for models that it
+#: has not called.
 _RETURNS: Final = 16
-#: Calls in a row that get numbers of their own.
+#: So many calls in a row have different numbers; later ones share the last number.
 _MOST_IN_A_ROW: Final = 1024
 
 
 class RoundCall(NamedTuple):
-    """One call of one of several models."""
+    """One call of one of the models that share an install."""
 
     begins_round: bool
     #: Whether the model had never been called before.
     is_new: bool
-    #: Identifies, for the schedule, the model and how often it was called in a row. Begins with 1.
+    #: For the schedule: identifies the model and how often it was called in a row. Begins with 1.
     number: int
-    #: Calls of the same model directly before this one.
+    #: The number of calls of the same model directly before this one.
     in_a_row: int
 
 
 class Rounds:
-    """Follows the calls of models that share an install. Calls of several threads count in their order."""
+    """Follows the calls of models that share an install, in the order in which they begin on all threads."""
 
     def __init__(self) -> None:
         self._ever: set[str] = set()
-        #: Models that a round is expected to call, and those that this one has called.
+        #: Models that a round is expected to call.
         self._expected: set[str] = set()
+        #: Models that the present round has called.
         self._called: set[str] = set()
+        #: The model that was called last, and how many of its calls came directly before that call.
         self._latest: str | None = None
         self._in_a_row = 0
-        #: By model: the longest row of calls of it before another model was called.
+        #: By model: the largest number of its calls in a row before another model was called.
         self._longest: dict[str, int] = {}
+        #: How often the present round has returned to a model that it had called before.
         self._returns = 0
+        #: By model and place in a row of its calls: the number of such a call.
         self._numbers: dict[tuple[str, int], int] = {}
 
     def call(self, model: str) -> RoundCall:
-        """Note a call of the model of this name."""
+        """Note a call of the model with this name, and return what it means for rounds."""
         is_new, again, returns = model not in self._ever, model == self._latest, model in self._called
         self._ever.add(model)
         self._expected.add(model)

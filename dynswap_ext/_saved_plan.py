@@ -27,20 +27,20 @@ _REMEDY: Final = "Install without plan=, call the model a few times, and save a 
 
 @dataclass(frozen=True)
 class SavedPlan:
-    """What `Handle.save_plan` writes."""
+    """A plan, as `Handle.save_plan` writes it to a file."""
 
     #: Bytes for weights on the device; None: what `prefetch` needs.
     budget: int | None
-    #: Whether the budget was "auto", and so was measured.
+    #: Whether the budget was "auto", so that it was measured.
     automatic: bool
     prefetch: int
-    #: The measurements, as `Tuning` has them; None if there were none.
+    #: The fields of `Tuning`; None if no passes were measured.
     tuning: Mapping[str, Any] | None
-    #: Groups, residents and order of use, as a session returned them.
+    #: Groups, residents (groups that stay on the device) and order of use, as a session returned them.
     plan: Mapping[str, Any]
-    #: The device, backend, dtype, `keep` and versions that it was made for.
+    #: The device, backend, dtype, `keep` and versions that the plan was made for.
     made_for: Mapping[str, str]
-    #: Its path, for messages.
+    #: The path of the file, for messages.
     path: str = ""
 
     def write(self, path: str | PathLike[str]) -> None:
@@ -86,20 +86,20 @@ class SavedPlan:
         return next((name for name, right in known.items() if not right), "")
 
     def check(self, made_for: Mapping[str, str]) -> None:
-        """Raise ConfigError if the plan was made for something else."""
+        """Raise ConfigError if the plan was made for another device, backend, dtype, `keep` or version."""
         for what, now in made_for.items():
             if (then := self.made_for.get(what)) != now:
                 raise self.refused(f"its {what} is {then}, and here it is {now}")
 
     def refused(self, why: str) -> ConfigError:
-        """Return the error that says why the plan does not apply."""
+        """Return a ConfigError that says why the plan does not apply, and what to do."""
         return ConfigError(f"plan is {self.path!r}, and {why}. {_REMEDY}")
 
 
 def made_for(
     device: torch.device, backend: str, dtype: torch.dtype | None, keep: Sequence[str]
 ) -> dict[str, str]:
-    """Return what a plan depends on besides the weights, in words."""
+    """Return what a plan depends on besides the weights, as words by name: device, versions and so on."""
     name = getattr(getattr(torch, device.type, None), "get_device_name", None)
     return {
         "device": device.type if name is None else str(name(device)),

@@ -1,4 +1,4 @@
-"""Tell which sources the extension was compiled from. The build runs this file without the package."""
+"""A checksum of the sources that the extension was compiled from. The build runs this file alone."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def bindings_of(checkout: Path) -> str:
-    """Return a checksum of the sources of the bindings; empty where there are none."""
+    """Return a checksum of the C++ sources of the bindings; empty where there are none, as in a wheel."""
     found = sorted(
         path
         for room in ("python", "session")

@@ -1,3 +1,3 @@
-"""The version, and the only place where it stands."""
+"""The version of the package. The build reads it from here."""
 
 __version__ = "0.2.0"

@@ -26,11 +26,11 @@ __all__ = ["DynamicSwapInstaller"]
 
 
 class DynamicSwapInstaller:
-    """Drop-in replacement for FramePack's class of this name, over `dynswap_ext.install`.
+    """A drop-in replacement for FramePack's and Forge's class of this name, built on `dynswap_ext.install`.
 
-    While a module is installed through this class, and not through `dynswap_ext.install`, its class's
-    ``__name__`` begins with ``DynamicSwap_`` (``__qualname__`` and ``__module__`` are the original's), and it
-    has an attribute ``forge_backup_original_class``: callers ask for both.
+    While a module is installed through this class, the ``__name__`` of its class begins with
+    ``DynamicSwap_`` and it has an attribute ``forge_backup_original_class``, because programs look at both.
+    ``__qualname__`` and ``__module__`` are those of the original class.
     """
 
     @staticmethod
@@ -44,21 +44,21 @@ class DynamicSwapInstaller:
         model : torch.nn.Module
             Its weights stay where they are.
         target_device : torch.device, str or int, optional
-            Where the model computes, as Forge calls it.
+            The device on which the model computes. Forge gives it this name.
         **kwargs
-            ``device``, as FramePack calls it, and every other option of `dynswap_ext.install`.
-            ``non_blocking``, which the classic handed on to ``Tensor.to``, changes nothing: copies run ahead
-            anyway.
+            ``device``, FramePack's name for `target_device`, and every other option of `dynswap_ext.install`.
+            ``non_blocking``, which FramePack passes on to ``Tensor.to``, has no effect: copies run ahead of
+            the compute anyway.
 
         Returns
         -------
         Handle
-            The classic returns None; callers may ignore it.
+            The handle of the install. Programs may ignore it: the method that this one replaces returns None.
 
         Raises
         ------
         ConfigError
-            An option is unknown, or has a value that cannot be used. The model is as it was.
+            An option is unknown, or has a value that cannot be used. The model stays as it was.
         """
         options = {name: value for name, value in kwargs.items() if name != "non_blocking"}
         unknown = sorted(set(options).difference(config.OPTION_NAMES))
@@ -83,7 +83,7 @@ class DynamicSwapInstaller:
     def _install_module(
         module: nn.Module, target_device: torch.device | str | int | None = None, **kwargs: Any
     ) -> Handle:
-        """Install this module without its children: an install of its own, with its own budget."""
+        """Install this module without its children, as an install with its own budget."""
         with _childless(module):
             return DynamicSwapInstaller.install_model(module, target_device, **kwargs)
 
@@ -95,15 +95,16 @@ class DynamicSwapInstaller:
 
 
 def _naming(original: type) -> tuple[str, dict[str, Any]]:
-    # Callers move a leaf to the device to keep it there.
+    # Programs that use this class move a part of the model to the device in order to keep it there. So such a
+    # move has its usual effect here.
     shown = {"forge_backup_original_class": original, "_dynswap_stays": False}
     return f"DynamicSwap_{original.__name__}", shown
 
 
 @contextlib.contextmanager
 def _childless(module: nn.Module) -> Iterator[None]:
-    """Hide a module's children, so that what works on trees works on the module alone."""
-    with lock:  # or another thread's install would find none either
+    """Hide a module's children, so that functions for trees work on the module alone."""
+    with lock:  # so that no install of another thread finds the module without its children
         held = vars(module)
         children = held["_modules"]
         held["_modules"] = {}

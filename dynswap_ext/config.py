@@ -49,11 +49,12 @@ from dynswap_ext._util.units import parse_dtype
 from dynswap_ext._util.warn import warn
 from dynswap_ext.errors import ConfigError
 
-#: Of the free RAM, what the page cache may take: the rest is left for other memory that may grow.
+#: The share of the free RAM into which reads of checkpoint files may be cached. The rest is left for other
+#: memory that may grow.
 _AUTO_PAGE_CACHE: Final = 0.8
-#: Of the free RAM, what page-locked copies may take.
+#: The share of the free RAM that page-locked copies may take.
 _PINNED_COPIES: Final = 0.5
-#: Of all RAM that the process may use, what may be page-locked, masters themselves included.
+#: The share of all RAM of the process that may be page-locked, as masters in place and as copies.
 _AUTO_PINNED: Final = 0.8
 
 #: A budget of fewer bytes is probably a mistake: 1 is a byte, and 1.0 is all of the free memory.
@@ -62,7 +63,7 @@ _HARDLY_MEANT: Final = 1024
 #: Groups of weights to fetch ahead: more saves little time (docs/decisions/005).
 DEFAULT_PREFETCH: Final = 2
 
-#: Variables that turn torch's caching allocator off, on NVIDIA's and AMD's devices.
+#: Variables that turn torch's caching allocator off on GPUs of NVIDIA and AMD, whatever their values are.
 _WITHOUT_CACHE: Final = ("PYTORCH_NO_CUDA_MEMORY_CACHING", "PYTORCH_NO_HIP_MEMORY_CACHING")
 
 PROVIDERS: Final = ("auto", "native", "python")
@@ -72,26 +73,26 @@ _LOG_LEVELS: Final = ("debug", "info", "warning", "error", "off")
 
 @dataclass(frozen=True)
 class Budget:
-    """What the weights of one plan may take on the device."""
+    """The device memory that the weights of one plan may take."""
 
-    #: Bytes for arena and residents together; None is only what `prefetch` needs.
+    #: Bytes for streamed weights and those that stay on the device (residents); None: what `prefetch` needs.
     bytes: int | None
-    #: Whether measured passes say how many bytes. Then residents give way to whatever runs out of memory.
+    #: Whether measured passes decide how many bytes. If so, residents give way where memory runs out.
     automatic: bool = False
 
 
 class HostBudget(NamedTuple):
     """The RAM that the weights of all installs may take together, in bytes."""
 
-    #: The most in all, with the masters that are in RAM; None: the user has named no amount.
+    #: The sum of all uses, masters in RAM included; None if the user has named no amount.
     total: int | None = None
-    #: Whether masters are page-locked, or have copies that are.
+    #: Whether masters, or copies of them, are page-locked.
     page_locks: bool = True
-    #: Whether what is read of checkpoint files may enter the page cache.
+    #: Whether reads of checkpoint files may enter the page cache.
     caches: bool = True
-    #: The most that may be page-locked, as masters where they lie and as copies.
+    #: The most that may be page-locked, as masters in place and as copies.
     locked: int = sys.maxsize
-    #: How much of `locked` may be copies, on devices for which torch locks nothing in place.
+    #: How much of `locked` may be copies, which devices need for which torch locks nothing in place.
     copies: int = sys.maxsize
     #: The most that reads of checkpoint files may take of the page cache.
     page_cache: int = sys.maxsize
@@ -99,27 +100,31 @@ class HostBudget(NamedTuple):
 
 @dataclass(frozen=True)
 class Options:
-    """What one install was asked for, checked and complete. A session is given the object whole."""
+    """The options of one install, checked, with defaults filled in. Sessions receive the whole object."""
 
+    #: The device on which the model computes, with an index unless it is the CPU.
     device: torch.device
-    #: None leaves every master's dtype as it is.
+    #: The dtype into which floating weights are cast; None leaves every master's dtype as it is.
     dtype: torch.dtype | None
+    #: Groups of weights to fetch ahead of the one in use.
     prefetch: int
     #: The budget of the first plan. `Installation.budget` is the present one.
     budget: Budget
-    #: The saved plan that the first plan takes over; None: it makes its own.
+    #: The saved plan that the first plan takes over; None if there is none.
     plan: SavedPlan | None
     host_budget: HostBudget
     #: One of `PROVIDERS`.
     provider: str
+    #: Whether to raise, not to allocate outside the budget, if tensors that the program keeps fill it.
     strict_budget: bool
     #: Bytes of the device that an automatic budget leaves to others, checked at each pass; None: a small
     #: part, checked only when a plan is made.
     headroom: int | None
-    #: Patterns of the weights that stay on the device, and of those that are left alone.
+    #: Patterns of names of the weights that stay on the device.
     keep: tuple[str, ...]
+    #: Patterns of names of the weights that are left alone.
     ignore: tuple[str, ...]
-    #: What shows the progress of the first pass.
+    #: Whether, or to which function, the progress of the first pass is shown.
     progress: ProgressOption
 
 
@@ -138,7 +143,7 @@ def resolve(
     ignore: str | Sequence[str] = (),
     progress: ProgressOption = False,
 ) -> Options:
-    """Check the arguments of `dynswap_ext.install`.
+    """Return the arguments of `dynswap_ext.install`, checked, with defaults filled in.
 
     Raises
     ------
@@ -183,7 +188,7 @@ OPTION_NAMES: Final = tuple(inspect.signature(resolve).parameters)
 
 
 def provider_from_environment() -> str:
-    """Return ``DYNSWAP_PROVIDER``, or "auto"."""
+    """Return the provider that ``DYNSWAP_PROVIDER`` names; "auto" if it is not set."""
     return _one_of(PROVIDERS, "DYNSWAP_PROVIDER", _environment("DYNSWAP_PROVIDER") or "auto")
 
 
@@ -194,23 +199,29 @@ def engine_backend_from_environment() -> str:
 
 
 def log_level() -> int | None:
-    """Return ``DYNSWAP_LOG`` as a level of `logging`; None if it is not set, or "off"."""
+    """Return ``DYNSWAP_LOG`` as a level of `logging`; None if it is not set or is "off"."""
     value = _one_of(_LOG_LEVELS, "DYNSWAP_LOG", _environment("DYNSWAP_LOG") or "off")
     return None if value == "off" else int(getattr(logging, value.upper()))
 
 
 def lightning_budget() -> str | None:
-    """Return ``DYNSWAP_LIGHTNING``: the budget of each `Trainer` of Lightning; None if it is not set."""
+    """Return ``DYNSWAP_LIGHTNING``, the budget for every `Trainer` of Lightning; None if it is not set."""
     return _environment("DYNSWAP_LIGHTNING") or None
 
 
 def available_devices() -> tuple[str, ...]:
-    """Devices on which an install can compute. Initialises the driver: on CUDA, torch asks the runtime."""
+    """Return the names of the devices that can compute now, such as "cpu" and "cuda:0".
+
+    Initialises the driver: for CUDA, torch asks the runtime.
+    """
     return listed_devices() if torch.accelerator.is_available() else ("cpu",)
 
 
 def listed_devices() -> tuple[str, ...]:
-    """Devices that the system lists; on CUDA those that NVML lists, so that no driver is initialised."""
+    """Return the names of the devices that the system lists, such as "cpu" and "cuda:0".
+
+    For CUDA, torch asks NVML if it is there, so that the driver is not initialised.
+    """
     accelerator = torch.accelerator.current_accelerator()
     count = 0 if accelerator is None else torch.accelerator.device_count()
     return ("cpu", *(f"{accelerator}:{index}" for index in range(count)))
@@ -228,7 +239,11 @@ def _one_of(choices: tuple[str, ...], name: str, given: str) -> str:
 
 
 def resolve_device(given: torch.device | str | int | None) -> torch.device:
-    """Return the device with an index, so that it compares equal to the device of a tensor."""
+    """Return the device that an option names; for None the accelerator, or the CPU if there is none.
+
+    An accelerator gets an index, so that it compares equal to the device of a tensor. Raises ConfigError for
+    a device that is not available here.
+    """
     if given is None:
         accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         given = accelerator or "cpu"
@@ -257,7 +272,7 @@ def resolve_device(given: torch.device | str | int | None) -> torch.device:
 
 
 def _why_not(device: torch.device) -> str:
-    """Return why nothing computes there and what to do, as the end of a message; empty if not known."""
+    """Return why a device cannot be used and what to do, as the end of a message; empty if not known."""
     if device.type == "meta":
         return (
             ". Nothing is computed on the meta device; for shapes, call an installed model under "
@@ -299,15 +314,14 @@ def _prefetch(given: int) -> int:
 
 
 def is_automatic(budget: int | float | str | None) -> bool:
-    """Return whether the budget is "auto", which is measured."""
+    """Return whether the budget is "auto", in any case of the letters."""
     return is_named(budget, AUTO)
 
 
 def check_measurable(device: torch.device) -> None:
-    """Raise if the memory of activations cannot be measured on the device, as "auto" needs."""
+    """Raise ConfigError if the memory of activations cannot be measured on the device, as "auto" needs."""
     if device.type != "cuda":
         return
-    # Whatever their values are.
     variables = [name for name in _WITHOUT_CACHE if name in os.environ]
     enabled = getattr(torch._C, "_cuda_cudaCachingAllocator_is_enabled", None)  # from torch 2.13 on
     if variables or (enabled is not None and not enabled()):
@@ -321,7 +335,7 @@ def check_measurable(device: torch.device) -> None:
 def resolve_budget(given: int | float | str | None, device: torch.device) -> int | None:
     """Return the bytes of an amount, or of a fraction of what the device has free; None for "minimum".
 
-    Warns of an amount for the CPU that is larger than the process's RAM.
+    Warns of an amount below 1 KiB, and of one for the CPU that is larger than the process's RAM.
     """
     if given is None or is_named(given, MINIMUM):
         return None
@@ -350,9 +364,9 @@ def _budget_of(
     device: torch.device,
     headroom: int | None,
 ) -> Budget | None:
-    """Return the budget that was saved; None if others would have too little of the device with it.
+    """Return the budget of a saved plan; None, with a warning, if it would leave less than `headroom` free.
 
-    Raises if another budget, or another prefetch, is asked for.
+    Raises ConfigError if the install is also given a budget, or another `prefetch` than the plan's.
     """
     if budget is not None or prefetch not in (DEFAULT_PREFETCH, saved.prefetch):
         given = f"budget={budget!r}" if budget is not None else f"prefetch={prefetch!r}"
@@ -367,7 +381,7 @@ def _budget_of(
 
 
 def _headroom(given: int | float | str, device: torch.device) -> int:
-    """Return the bytes of an amount, or of a fraction of all memory of the device. 0 is allowed."""
+    """Return the bytes that `headroom` means: an amount, 0 included, or a fraction of the device's memory."""
     if given == 0 and not isinstance(given, bool):
         return 0
     amount = parse_bytes(given, "headroom", of="the device's memory")
@@ -375,7 +389,7 @@ def _headroom(given: int | float | str, device: torch.device) -> int:
 
 
 def _free_ram() -> int:
-    """Return the bytes of the free RAM; 0 where they are not known."""
+    """Return the bytes of the free RAM; 0 if the system does not tell."""
     try:
         return free_bytes(torch.device("cpu"))
     except ConfigError:
@@ -383,7 +397,7 @@ def _free_ram() -> int:
 
 
 def _part_of_all_ram(fraction: float) -> int:
-    """Return a fraction of the RAM that this process may use, in bytes; no bound if that is not known."""
+    """Return a fraction of the RAM that this process may use, in bytes; a huge number if that is unknown."""
     try:
         return int(fraction * ram_limit())
     except (OSError, ValueError):
@@ -391,11 +405,11 @@ def _part_of_all_ram(fraction: float) -> int:
 
 
 def _host_budget(given: int | float | str, device: torch.device) -> HostBudget:
-    """Return the RAM for weights: an amount, or a fraction of what this process may use of it."""
+    """Return the bounds that `host_budget` means: "auto", "minimum", an amount, or a fraction of the RAM."""
     if given == AUTO or is_named(given, AUTO):
         free = _free_ram()
         return HostBudget(
-            # Page-locked copies would take the memory that the device computes in.
+            # Not where the device computes in the host's own memory, which copies would take from it.
             page_locks=device.type in ("cpu", "cuda") or not DeviceMemory(device).is_the_hosts(),
             locked=_part_of_all_ram(_AUTO_PINNED),
             copies=int(_PINNED_COPIES * free),

@@ -1,4 +1,4 @@
-"""Every error that this package raises on purpose. The native extension raises the same classes."""
+"""The errors that this package raises. The native extension raises the same classes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = [
 
 
 class DynswapError(RuntimeError):
-    """Base class of every error of this package."""
+    """The base class of all errors of this package."""
 
 
 class ConfigError(DynswapError, ValueError):
@@ -23,14 +23,14 @@ class ConfigError(DynswapError, ValueError):
 
 
 class BudgetError(DynswapError, ValueError):
-    """The budget cannot hold what must be on the device at one time.
+    """The budget cannot hold the weights that must be on the device at one time.
 
     Attributes
     ----------
     smallest_bytes : int
-        The smallest budget, in bytes, that would have worked; 0 if it is not known. If a read of a weight
-        raises the error, because tensors that you keep fill the budget (``strict_budget=True``), it is a
-        budget that has room for this weight, too.
+        The smallest budget, in bytes, that would have worked; 0 if it is not known. With
+        ``strict_budget=True``, a read of a weight raises the error if tensors that you keep fill the budget.
+        Then it is a budget that has room for this weight, too.
     """
 
     def __init__(self, message: str, smallest_bytes: int = 0) -> None:
@@ -42,7 +42,7 @@ class BudgetError(DynswapError, ValueError):
 
 
 class SourceError(DynswapError, OSError):
-    """A master's bytes could not be read: a file that is gone, truncated or changed, or a failing disk."""
+    """A checkpoint or a weight in it cannot be read: a file is gone, damaged or changed, or a disk fails."""
 
 
 class DeviceError(DynswapError):
@@ -54,8 +54,8 @@ class OutOfMemoryError(DynswapError):
 
 
 class ShortfallError(DynswapError):
-    """An install does less than it was asked for (`Handle.check`)."""
+    """An install does less than it was asked for. `Handle.check` raises this."""
 
 
 class DynswapWarning(UserWarning):
-    """Category of every warning of this package."""
+    """The category of all warnings of this package."""

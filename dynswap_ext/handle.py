@@ -1,4 +1,4 @@
-"""One install, as its user holds it."""
+"""`Handle`: the user's object for one install."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ from dynswap_ext.profile.trace import write_trace
 
 
 class Handle:
-    """Controls one install: figures, recordings, plans. Leaving its ``with`` block uninstalls."""
+    """The user's object for one install: its figures, recordings and plans, and the way to end it.
+
+    As a context manager it uninstalls at the end of the block.
+    """
 
     def __init__(self, install: Installation) -> None:
         self._install = install
@@ -48,27 +51,27 @@ class Handle:
 
     @property
     def device(self) -> torch.device:
-        """Where the model computes."""
+        """The device on which the model computes."""
         return self._install.options.device
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """What floating weights are cast into; None if they are not."""
+        """The dtype into which floating weights are cast on their way to the device; None: they are not."""
         return self._install.options.dtype
 
     @property
     def budget(self) -> int | None:
-        """Bytes that streamed and resident weights may take in the current plan; None for "minimum"."""
+        """Bytes of the device that weights may take in the current plan; None: only what `prefetch` needs."""
         return self._install.budget.bytes
 
     @property
     def automatic(self) -> bool:
-        """Whether the budget is "auto". If so, `budget` is the amount that was measured last."""
+        """Whether the budget is "auto", so that `budget` changes with what the measured calls leave."""
         return self._install.budget.automatic
 
     @property
     def provider(self) -> str:
-        """Either "native" or "python"."""
+        """What serves accesses to weights: "native" (the C++ extension) or "python"."""
         return self._install.session.provider
 
     @property
@@ -82,13 +85,13 @@ class Handle:
         return self._install.active
 
     def stats(self) -> Stats:
-        """Return what has been counted so far. Works after an uninstall too."""
+        """Return the counters so far, and the figures of the plan. Works after an uninstall too."""
         flush_graphs()
         counters = self._install.session.stats()
         return Stats.from_counters(counters, provider=self.provider, backend=self.backend)
 
     def reset_stats(self) -> None:
-        """Set the counters to zero; the plan stays."""
+        """Set the counters of `stats` and `report` to zero. The plan stays."""
         self._install.session.reset_stats()
         self._install.counted_since = time.monotonic()
 
@@ -100,16 +103,16 @@ class Handle:
     def retune(self, budget: int | float | str | None = None) -> None:
         """Measure the model's next calls, and choose again what stays on the device.
 
-        The next call is not measured, the two after it are, and the fourth begins with the new plan. Its
-        residents are the weights that save the most time, according to the engine on its virtual clock (the
-        pure-Python provider spreads them evenly). Call this when the inputs have changed, for example to
-        another batch size or resolution.
+        The next call is not measured, the two after it are, and the fourth begins with the new plan. The
+        weights that then stay on the device are those that save the most time, according to the engine's own
+        simulation (the pure-Python provider spreads them evenly). Call this when the inputs have changed, for
+        example to another batch size or resolution.
 
         Parameters
         ----------
         budget : int, float or str, optional
-            As for `install`; "auto" is what the measured calls leave. Default: unchanged (an automatic budget
-            stays automatic).
+            The new budget, as for `install`; "auto" is what the measured calls leave. Default: unchanged (an
+            automatic budget stays automatic).
 
         Raises
         ------
@@ -121,15 +124,16 @@ class Handle:
     def save_plan(self, path: str | PathLike[str]) -> None:
         """Write the plan to a file, for ``install(model, plan=path)`` in another process.
 
-        That process's first pass then has the residents, the order in which weights are fetched ahead and the
-        budget of this one, and measures nothing. Save the plan once the model has run as it will in use: the
-        order is that of the latest passes.
+        There, the first pass has the budget of this install, the same weights stay on the device, the others
+        are fetched ahead in the same order, and nothing is measured. Save the plan once the model has run as
+        it will in use: the order is that of the latest passes.
 
         Raises
         ------
         ConfigError
-            The budget is "auto" and is not measured yet, the provider is pure Python, the file cannot be
-            written, or the model has been uninstalled or installed again.
+            Calls are still being measured for a new plan (budget "auto", or after `retune`), `release` has
+            given the memory back, the provider is pure Python, the file cannot be written, or the model has
+            been uninstalled or installed again.
         """
         self._install.save_plan(path)
 
@@ -161,9 +165,9 @@ class Handle:
         return at_the_end
 
     def resume(self) -> None:
-        """Take the memory again that `release` gave back, and begin to copy the residents.
+        """Take the memory again that `release` gave back, and copy the weights there that stay on the device.
 
-        The copies run beside the program, and a call waits for the weights that it needs.
+        The copies run while the program goes on, and a call waits for the weights that it needs.
 
         Raises
         ------
@@ -172,6 +176,8 @@ class Handle:
         OutOfMemoryError
             The device does not have the memory any more, even for an automatic budget that has shrunk. The
             model still works: each access copies its weight, and the next call tries again.
+        BudgetError
+            The weights have grown, and the budget is too small for them.
         """
         self._install.resume()
 
@@ -181,12 +187,12 @@ class Handle:
         try:
             self.resume()
         except OutOfMemoryError:
-            if error is None:  # else the block's own is what to tell
+            if error is None:  # else the error of the block is the one to report
                 raise
 
     @property
     def tuning(self) -> Tuning | None:
-        """What the latest tuning measured and decided; None before the first."""
+        """The latest measurements of passes, and the plan that followed from them; None before the first."""
         return self._install.tuner.latest
 
     # Where the time goes ------------------------------------------------------------------------------
@@ -198,7 +204,8 @@ class Handle:
         -------
         dynswap_ext.profile.report.Report
             It comes from counters that are always kept, and covers everything since the install, or since
-            `reset_stats`. Works after an uninstall too.
+            `reset_stats`. Only times on an accelerator are those of the latest recording (`record`). Works
+            after an uninstall too.
         """
         install, options = self._install, self._install.options
         stats, rows = self.stats(), figures_of(install.session)
@@ -222,9 +229,10 @@ class Handle:
     def check(self, *, stalled: float | None = None, staged: float = 0.0) -> None:
         """Raise an error if the install does less than it was asked for, as a check for tests and jobs.
 
-        The figures are those since the install, or since `reset_stats`. It is an error if nothing was
-        streamed, if weights took more of the device's memory than the budget or more RAM than `host_budget`,
-        if a slower provider or backend serves the device than was asked for, or if a share below is exceeded.
+        The figures are those since the install, or since `reset_stats`. It is an error if no weight was
+        copied or used, if weights took more of the device's memory than the budget or more RAM than
+        `host_budget`, if a slower provider or backend serves the device than was asked for, or if a share
+        below is exceeded.
 
         Parameters
         ----------
@@ -234,7 +242,7 @@ class Handle:
             `record`. Default: not checked.
         staged : float
             Largest share of the bytes of masters in RAM that may go through the small pinned buffer because
-            they are not page-locked. Default: 0.0, none.
+            they are not page-locked. Default: 0.0, none. Not checked if `host_budget` rules page-locking out.
 
         Raises
         ------

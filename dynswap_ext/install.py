@@ -1,4 +1,4 @@
-"""Install and uninstall: the entry points of the package."""
+"""`install`, `uninstall`, `is_installed` and `handle_of`: the entry points of the package."""
 
 from __future__ import annotations
 
@@ -51,85 +51,92 @@ def install(
     ignore: str | Sequence[str] = (),
     progress: ProgressOption = False,
 ) -> Handle:
-    """Make attribute access of every parameter and buffer hand out a tensor on the compute device.
+    """Make a model compute on a device that need not hold all of its weights at one time.
 
-    The model still owns its original tensors, the masters: `parameters()`, `state_dict()` and optimizers see
-    them as before. A second install of the model, of a part of it or of a larger tree replaces the settings
-    of the first for the modules that both cover; installs never nest. If it has the same device and dtype,
-    or is refused, forwards of other threads continue undisturbed.
+    Weights are copied to the device as they are used: an access to a parameter or buffer, such as
+    `module.weight`, returns a tensor there. The model still owns its original tensors, the masters:
+    `parameters()`, `state_dict()` and optimizers see them as before.
+
+    A second install of the model, of a part of it or of a larger tree replaces the settings of the first for
+    the modules that both cover; installs never nest. Forwards of other threads continue undisturbed if the
+    second install has the same device and dtype, or raises an error.
 
     Parameters
     ----------
     model : torch.nn.Module, or a pipeline, list, tuple or dict of modules
-        Its parameters and buffers, wherever they are (RAM, a file mapping, the device itself). Several models
-        share one budget, and weights are fetched ahead from one model into the next. A pipeline is an object
-        with a mapping `components`, as in diffusers. Containers may be nested. Other things are skipped in
-        pipelines and dicts, and refused in lists and tuples. `install` takes the modules that the container
-        has now: later changes have no effect.
+        Its parameters and buffers may be in RAM, mapped from a file, or on the device itself. Several models
+        share one budget, and the first weights of the next model are fetched while one model still computes.
+        A pipeline is one of transformers, or an object with a mapping `components`, as in diffusers.
+        Containers may be nested. Other things are skipped in pipelines and dicts, and refused in lists and
+        tuples. `install` takes the modules that the container has now: later changes have no effect.
     device : torch.device, str or int, optional
-        Where the model computes. Default: the accelerator if there is one, else the CPU.
+        The device on which the model computes. Default: the accelerator if there is one, else the CPU.
     dtype : torch.dtype or str, optional
-        A floating dtype (``torch.bfloat16``, ``"bf16"``) into which floating weights are cast on the way.
-        Default: each master's own. Integer, boolean and complex weights are never cast.
+        A floating dtype (``torch.bfloat16``, ``"bf16"``) into which floating weights are cast on the way to
+        the device. Default: each master's own. Integer, boolean and complex weights are never cast.
     prefetch : int
         Groups of weights to have on the device, or on their way there, ahead of the one in use.
     budget : int, float or str, optional
-        Device memory for streamed and resident weights of all models together: bytes (``6_000_000_000``), a
-        string (``"6GiB"``, ``"6G"``, ``"512 MB"``), or a fraction of what the device has free (``0.5``,
-        ``"50%"``). ``"minimum"`` is only what `prefetch` needs: no weight stays on the device but tiny ones,
-        such as norms, which take at most a 128th of the model. ``"auto"`` starts with half of what is free.
-        The second and third pass are measured (a pass is a call of the model, or one round of all models that
-        were installed together); from the fourth on, the budget is what they leave, and the weights that save
-        the most time are resident. If memory runs out in a call, residents give way to what needs it, where
-        torch's allocator asks (CUDA, ROCm); else the error is raised, and the budget shrinks. See
-        `Handle.retune`. Default: ``"minimum"``.
+        The device memory for the weights of all models together: bytes (``6_000_000_000``), a string
+        (``"6GiB"``, ``"6G"``, ``"512 MB"``), or a fraction of what the device has free (``0.5``, ``"50%"``).
+        Some weights stay on the device (residents), the others are streamed through the rest.
+        ``"minimum"`` is only what `prefetch` needs: no weight stays on the device but tiny ones, such as
+        norms, which take at most a 128th of the model.
+        ``"auto"`` starts with half of what is free. The second and third pass are measured (a pass is a call
+        of the model, or one round of all models that were installed together). From the fourth on, the budget
+        is what these leave, and the weights that save the most time stay on the device. If memory runs out in
+        a call, residents give way where torch's allocator asks for memory (CUDA, ROCm); elsewhere the error
+        is raised, and the budget shrinks. See `Handle.retune`.
+        Default: ``"minimum"``.
     plan : str or path, optional
         A file that `Handle.save_plan` has written, in place of `budget` and `prefetch`. The first pass then
-        has the budget, the residents and the order of use that were saved, and nothing is measured. The plan
-        is refused if it was made for other weights, another device, backend, `dtype` or `keep`, or another
-        version of torch or of this package.
+        has the budget, the residents (weights that stay on the device) and the order of use that were saved,
+        and nothing is measured. The plan is refused if it was made for other weights, another device,
+        backend, `dtype` or `keep`, or another version of torch or of this package.
     host_budget : int, float or str
-        The most RAM that weights may take, those of all installed models of the process together: bytes, a
-        string (``"48GiB"``), or a fraction of the RAM that the process may use. Masters that are in RAM
-        count, and so do page-locked copies of them, the buffers through which bytes are staged, and what
-        the engine's reads bring of checkpoint files into the system's page cache. Where nothing is left for
+        The most RAM that the weights of all installed models of the process may take together: bytes, a
+        string (``"48GiB"``), or a fraction of the RAM that the process may use. These count: masters that are
+        in RAM, page-locked copies of them, the buffers through which bytes are staged, and the pages of
+        checkpoint files that the engine's reads bring into the system's page cache. Where nothing is left for
         a copy or for the cache, bytes come by a slower path.
-        Default, ``"auto"``: up to four fifths of the RAM that the process may use, masters are page-locked
-        where they lie, so that an accelerator reads them directly. On devices for which torch cannot lock
-        them in place, page-locked copies take up to half of the free RAM. Weights of files that are read a
-        second time enter the page cache where that saves time, up to four fifths of the free RAM.
+        Default, ``"auto"``: masters are page-locked in place, so that an accelerator reads them directly, up
+        to four fifths of the RAM that the process may use. On devices for which torch cannot lock them in
+        place, page-locked copies take up to half of the free RAM. Weights of files that are read a second
+        time enter the page cache where that saves time, up to four fifths of the free RAM.
         ``"minimum"`` does none of this: masters go through a small pinned buffer, and reads leave the page
-        cache as it is. `Handle.report` shows what is taken. The pure-Python provider takes nothing beside
-        masters, and reads files through mappings, whose pages the system caches.
+        cache as it is.
+        `Handle.report` shows what is taken. The pure-Python provider takes no RAM besides the masters, and
+        reads files through mappings, whose pages the system caches.
     provider : {"auto", "native", "python"}
-        Which provider serves accesses; "auto" follows ``DYNSWAP_PROVIDER``, else prefers the native
-        extension.
+        Which provider serves accesses: the native extension, or pure Python. "auto" follows
+        ``DYNSWAP_PROVIDER``, else prefers the native extension.
     strict_budget : bool
-        Raise `BudgetError` where handed-out tensors that are kept leave no room within the budget.
-        Default: allocate outside it, count the bytes (``overflow_bytes``, the most at one time) and, if
-        `budget` is not ``"minimum"``, warn once.
+        Whether to raise `BudgetError` if tensors that the program keeps (`module.weight` in a list, say)
+        leave no room within the budget. Default: allocate outside it, count the bytes (``overflow_bytes``,
+        the most at one time) and, if `budget` is not ``"minimum"``, warn once.
     headroom : int, float or str, optional
         Device memory that ``budget="auto"`` leaves to others, such as another process on the same card:
         bytes, a string (``"2GiB"``), or a fraction of the device's memory. The driver is asked at the
-        beginning of each pass. If less is free, residents leave the device at once; if more is free for some
-        passes, they return. Default: a plan leaves 3 % of the device free (10 % of the RAM on the CPU) when
-        it is made, and the driver is not asked again.
+        beginning of each pass. If less is free, weights that stayed on the device leave it at once; if more
+        is free for some passes, they return. Default: a plan leaves 3 % of the device free (10 % of the RAM
+        on the CPU) when it is made, and the driver is not asked again.
     keep : str or sequence of str
         Names of weights that stay on the device from their first use on, within the budget. The name of a
         module means all weights in it, and ``*`` matches any characters: ``"text_encoder"``, ``"*.norm*"``.
         With ``"minimum"``, they are added to what `prefetch` needs.
     ignore : str or sequence of str
-        Names of weights that are left alone: the model gets the masters themselves, where they are. They do
-        not count towards the budget. A module whose weights are all ignored is not installed.
+        Names of weights that are left alone, in the form of `keep`: the model gets the masters themselves,
+        where they are. They do not count towards the budget. A module whose weights are all ignored is not
+        installed.
     progress : bool or callable
         True shows the progress of the first pass, in bytes of weights that have arrived, where stderr is a
         terminal or a notebook. A function is called with the bytes so far and the total, on another thread.
-        Either ends with the pass.
+        Both end with the pass.
 
     Returns
     -------
     Handle
-        Gives the figures of the install, and can uninstall it. As a context manager it uninstalls at the end
+        It has the figures of the install, and can uninstall it. As a context manager it uninstalls at the end
         of the block. It does not keep the model alive.
 
     Raises
@@ -137,10 +144,10 @@ def install(
     ConfigError
         An option has a value that cannot be used, a master is on the meta device, the model is sharded
         (FSDP, `fully_shard`), hooks of another library move its weights, a container holds no module, or a
-        list holds anything else.
+        list or tuple holds something that is no model.
     BudgetError
-        The budget cannot hold the largest group and what `keep` names; ``smallest_bytes`` is the smallest
-        that can.
+        The budget cannot hold the largest group (the weights that travel in one copy) and what `keep` names;
+        ``smallest_bytes`` is the smallest that can.
 
     Notes
     -----
@@ -164,7 +171,10 @@ def install(
 
 
 def install_with(given: Installable, options: config.Options, naming: ClassNaming | None = None) -> Handle:
-    """`install` with resolved options, and with the naming of the swap classes (for `compat`)."""
+    """Install a model with options that `config.resolve` has checked.
+
+    `naming` gives the subclasses that replace the modules' classes another name and more attributes.
+    """
     model = as_tree(given)
     log_to_stderr(config.log_level())
     begun = time.monotonic()
@@ -213,7 +223,7 @@ def install_with(given: Installable, options: config.Options, naming: ClassNamin
 def _warn_of_no_effect(
     made: Installation, modules: Sequence[nn.Module], choices: Choices, name: str, scripted: int
 ) -> None:
-    """Warn if an install has no effect, or if `prefetch` has less effect than it asks for.
+    """Warn if an install streams nothing, or if `prefetch` and `keep` ask for more than the budget can hold.
 
     `scripted` is the number of TorchScript modules, which the install leaves alone and has warned of.
     """
@@ -241,7 +251,7 @@ def _warn_of_no_effect(
 
 
 def _warn_of_room_that_keep_takes(made: Installation) -> None:
-    """Warn that what `keep` names leaves room for one group at a time, so that nothing is fetched ahead."""
+    """Warn that the weights that `keep` names leave room for one group only, so nothing is fetched ahead."""
     groups, ahead = made.session.groups(), made.options.prefetch
     kept = made.session.stats()["resident_bytes"]
     largest = [
@@ -259,7 +269,7 @@ def _warn_of_room_that_keep_takes(made: Installation) -> None:
 
 
 def _warn_of_weights_there(made: Installation, modules: Sequence[nn.Module], choices: Choices) -> None:
-    """Warn if most weights are on the compute device already, where streaming them would save no memory."""
+    """Warn if most weights are on the compute device already, so that the install saves little memory."""
     device = made.session.device
     if device.type == "cpu":
         return
@@ -296,15 +306,15 @@ def _warn_of_sampling(provider: str) -> None:
 
 
 def uninstall(model: _Given) -> _Given:
-    """Give every module of the tree its own class back, and free the device memory.
+    """Undo `install`: give every module its own class back, and free the device memory.
 
-    What was written on tensors that `module.weight` returned reaches the masters first. Of an installed tree,
-    a part may be given; the rest stays installed. A model that is not installed is left as it is.
+    What was written on tensors that `module.weight` returned reaches the masters first. A model that is not
+    installed is left as it is.
 
     Parameters
     ----------
     model : torch.nn.Module, or a pipeline, list, tuple or dict of modules
-        What `install` takes.
+        An installed model, or a part of one: then the rest stays installed.
 
     Returns
     -------
@@ -322,7 +332,7 @@ def uninstall(model: _Given) -> _Given:
 
 
 def is_installed(model: Installable) -> bool:
-    """Return whether a module is installed. Its children may be installed without it.
+    """Return whether a module itself is installed. Its children may be installed without it.
 
     For a pipeline, a list, a tuple or a dict, return whether all models in it are installed.
     """
@@ -340,7 +350,7 @@ def handle_of(model: Installable) -> Handle:
     Raises
     ------
     ConfigError
-        The model is not installed, or several installs serve one part of it each.
+        The model is not installed, or several installs each serve a part of it.
     """
     sessions = sessions_of(modules_of(as_tree(model)))
     found = [made for session in sessions if (made := installation_of(session)) is not None]
@@ -354,9 +364,10 @@ def handle_of(model: Installable) -> Handle:
 
 
 def _survey(model: nn.Module, modules: Sequence[nn.Module], choices: Choices) -> int:
-    """Look at a tree before an install, and return how many TorchScript modules it has.
+    """Check a tree before an install, and return how many TorchScript modules it has.
 
-    Raises ConfigError if a master holds no data, or if the tree is sharded.
+    Raises ConfigError if a master is on the meta device, if the tree is sharded, or if hooks of another
+    library move its weights.
     """
     classes = {id(cls): cls for cls in map(type, modules)}
     plain = modules

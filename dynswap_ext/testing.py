@@ -21,14 +21,14 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 
 def moved(model: ModuleT, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> ModuleT:
-    """Return a plain copy of the model on the device, which an installed model has to equal to the bit.
+    """Return a plain copy of the model on the device: an installed model has to give the same bits.
 
     Parameters
     ----------
     model : torch.nn.Module
         Installed or not.
     device, dtype
-        As given to the install. Models of transformers and diffusers get the dtypes of their
+        The same as for the install. Models of transformers and diffusers get the dtypes of their
         ``from_pretrained(dtype=...)``, which keeps some weights and buffers in another dtype.
     """
     return move(copy.deepcopy(model), device, dtype)
@@ -40,10 +40,10 @@ def move(model: ModuleT, device: torch.device | str = "cpu", dtype: torch.dtype 
     Parameters
     ----------
     model : torch.nn.Module
-        Not installed.
+        The model, which must not be installed.
     device, dtype
-        As given to an install. Models of transformers and diffusers get the dtypes of their
-        ``from_pretrained(dtype=...)``, which keeps some weights and buffers in another dtype.
+        The same as for the install to compare with. Models of transformers and diffusers get the dtypes of
+        their ``from_pretrained(dtype=...)``, which keeps some weights and buffers in another dtype.
     """
     places = [(module, key, p) for module in model.modules() for key, p in module._parameters.items()]
     others = [
@@ -52,7 +52,7 @@ def move(model: ModuleT, device: torch.device | str = "cpu", dtype: torch.dtype 
     ]
     model.to(device=device, dtype=dtype)
     if torch.device(device).type == torch._C._get_privateuse1_backend_name():
-        # There `to()` makes a new parameter for each module that has one, which unties it.
+        # On such a device `to()` makes a new parameter in each module, so that tied ones come apart.
         firsts: dict[int, nn.Parameter | None] = {}
         for module, key, before in places:
             module._parameters[key] = firsts.setdefault(id(before), module._parameters[key])
@@ -104,22 +104,22 @@ def _tensor_differences(actual: Any, expected: torch.Tensor, what: str) -> list[
 
 
 def assert_nothing_held(handle: Handle) -> None:
-    """Assert that no handed-out tensor holds device memory any more."""
+    """Assert that no tensor that `module.weight` returned holds device memory any more."""
     if handle.stats().live_leases:
-        gc.collect()  # reference cycles, as of an exception's traceback
+        gc.collect()  # for reference cycles, such as those of an exception's traceback
     live = handle.stats().live_leases
     assert live == 0, f"{live} handed-out tensors still hold their place on the device"
 
 
 def map_from_file(model: ModuleT, path: str | os.PathLike[str]) -> ModuleT:
-    """Write the model's state to a file and let its parameters and buffers be mapped from there.
+    """Write the model's state to a file, and map its parameters and buffers from there.
 
     Parameters
     ----------
     model : torch.nn.Module
-        Changed in place: its masters become views of the mapped file. Not installed.
+        The model, which must not be installed. It is changed in place.
     path : path-like
-        The file, which must outlive the model.
+        The file. It must outlive the model.
 
     Returns
     -------

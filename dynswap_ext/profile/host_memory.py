@@ -11,7 +11,7 @@ from dynswap_ext._util.memory import format_bytes
 class HostMemory:
     """The host's RAM that the weights of all installed models of this process take, in bytes."""
 
-    #: The masters that are in RAM.
+    #: The masters (the tensors that the models own) that are in RAM.
     masters: int
     #: Pages of mapped checkpoint files that became the process's own when they were written to.
     written: int
@@ -26,7 +26,7 @@ class HostMemory:
     locked: int
     #: All masters, those in RAM and those in files.
     weights: int
-    #: The smallest amount that an install has named as `host_budget`; None: none has.
+    #: The smallest amount that an install has named as `host_budget`; None if no install has named one.
     limit: int | None = None
 
     @property
