@@ -1,4 +1,4 @@
-"""One install: its options, its session, the modules that it serves, and how it begins and ends."""
+"""`Installation`: one install, with its options, its session and its modules, and how it begins and ends."""
 
 from __future__ import annotations
 
@@ -39,12 +39,15 @@ from dynswap_ext._util.warn import warn
 from dynswap_ext.errors import BudgetError, ConfigError, OutOfMemoryError
 from dynswap_ext.profile.first_pass import FirstPass
 
-#: One install or uninstall at a time: they change classes, and a tree may belong to several installs.
+#: Held by each install and uninstall: they change classes, and a tree may belong to several installs.
 lock: Final = threading.RLock()
 
 
 class Installation(ServedModules):
-    """One install. Does not keep the model alive. `naming` is what its swap classes show (`compat`)."""
+    """One install. It does not keep the model alive.
+
+    `naming` gives the subclasses that replace the modules' classes another name and more attributes.
+    """
 
     def __init__(
         self,
@@ -57,9 +60,9 @@ class Installation(ServedModules):
     ) -> None:
         super().__init__(choices)
         self.options = options
-        #: Of the present plan; each new plan is made with it. A session knows that of its own plan only.
+        #: The present budget, with which each new plan is made. A session knows only that of its own plan.
         self.budget = options.budget
-        #: What the first plan is made by, as long as that works.
+        #: The saved plan that the first plan follows. None once that is made, or if it cannot be followed.
         self.saved_plan = options.plan
         self.provider = provider
         self._naming = naming
@@ -67,13 +70,13 @@ class Installation(ServedModules):
         self._first_pass: FirstPass | None = None
         self._replaced = False
         self._host_bound = HostBound(options, provider)
-        #: Whether it has served modules: what is put back is not refused for the host's RAM.
+        #: Whether the install has served modules before. If so, it may take too much of the host's RAM again.
         self._begun = False
-        #: Whether its device memory was given back, and not taken again.
+        #: Whether `release` has given the device memory back, and it was not taken again.
         self.released = False
-        #: The handle that somebody may have.
+        #: The latest `Handle` of this install.
         self.handle: weakref.ref[object] | None = None
-        #: When its counters began, on the monotonic clock.
+        #: The time on the monotonic clock from which the counters count.
         self.counted_since = begun
         self._open()
 
@@ -99,7 +102,7 @@ class Installation(ServedModules):
 
     @property
     def state(self) -> str:
-        """Say whether the install is active, and if not, whether a later one has replaced it."""
+        """Whether the install is active, and if not, whether a later install has replaced it, in words."""
         if self.active:
             return "active"
         return "replaced by a later install" if self._replaced else "inactive"
@@ -113,10 +116,10 @@ class Installation(ServedModules):
         )
 
     def draft(self, model: nn.Module, modules: Sequence[nn.Module]) -> None:
-        """Plan for the modules of a tree, and change none of them, whichever installs serve them.
+        """Plan for the modules of a tree without changing them, even if other installs serve them now.
 
-        An automatic budget shrinks if it has to. What refuses an install refuses it here, except for want of
-        memory on the device, and warnings about the plan that the user has made errors.
+        An automatic budget shrinks if it has to. All errors of an install are raised here, except for a lack
+        of device memory, and for warnings about the plan that the user has turned into errors.
         """
         refused: dict[type, None] = {}
 
@@ -145,7 +148,7 @@ class Installation(ServedModules):
             warn(f"these classes cannot be subclassed, so their modules are not installed: {names}")
 
     def _draft_plan(self, model: nn.Module, swap: Callable[[type], type | None]) -> None:
-        """Plan anew, or by the plan that was saved if that applies; raise ConfigError if it does not."""
+        """Plan for a tree, by the saved plan if there is one. Raise ConfigError if that does not apply."""
         saved = self.saved_plan
         if saved is None:
             self.session.draft(model, swap)
@@ -166,7 +169,7 @@ class Installation(ServedModules):
         return made_for(self.options.device, self.session.backend, self.options.dtype, self.options.keep)
 
     def begin(self, model: nn.Module, modules: Sequence[nn.Module]) -> None:
-        """Serve the modules of the draft, all at once, in place of the installs that serve them now.
+        """Serve the modules that `draft` has planned for, all at once, in place of other installs.
 
         An automatic budget shrinks until the device has memory for it.
         """
@@ -177,7 +180,8 @@ class Installation(ServedModules):
         try:
             self.session.begin()
         except OutOfMemoryError as error:
-            # The modules are served, and each access copies. Without the traceback: it refers to this frame.
+            # The modules are served by now, and each access copies its weight. The traceback is dropped, as
+            # it refers to this frame.
             no_room = error.with_traceback(None)
         rebase_on_originals(classes)
         for module in served:
@@ -187,8 +191,8 @@ class Installation(ServedModules):
             return self._begin_with_less(model, modules, no_room)
         self._begun = True
         if self.saved_plan is not None:
-            self.session.bring_residents()  # no pass has to bring them by turns
-            self.saved_plan = None  # from here on, plans are for what there is
+            self.session.bring_residents()  # now, and not one after the other in the first pass
+            self.saved_plan = None
         if self.options.progress:
             serving = functools.partial(serves_any, self.session)
             self._first_pass = FirstPass(self.session, serving, self.options.progress)
@@ -198,10 +202,9 @@ class Installation(ServedModules):
     def _begin_with_less(
         self, model: nn.Module, modules: Sequence[nn.Module], no_room: OutOfMemoryError
     ) -> None:
-        """Begin with a smaller budget, in place of the session that serves and has no memory.
+        """Begin again with a smaller budget, after a session that serves the modules found no memory.
 
-        If that fails, `self.session` is again the one that serves the modules, so that `give_up` can take
-        them back.
+        If that fails, `self.session` is again that session, so that `give_up` can detach the modules.
         """
         serving = self.session
         try:
@@ -216,13 +219,13 @@ class Installation(ServedModules):
         served_by.pop(serving, None)
 
     def _shrink(self, error: BudgetError | OutOfMemoryError) -> None:
-        """Open a session with a smaller budget, where the budget is automatic; else raise the error."""
+        """Open a new session with a smaller budget if the budget is automatic; else raise the error."""
         self._lower_budget(error)
         self.close_session()
         self._open()
 
     def _lower_budget(self, error: BudgetError | OutOfMemoryError) -> None:
-        """Lower an automatic budget that does not work; raise the error if there is no lower one."""
+        """Lower an automatic budget that does not work. Raise the error if the budget cannot be lowered."""
         budget = self.budget.bytes
         if not self.budget.automatic or budget is None:
             raise error
@@ -232,10 +235,10 @@ class Installation(ServedModules):
         self.saved_plan = None
 
     def begin_again(self, model: nn.Module | None) -> None:
-        """Put an install back, over the tree that it served, after another one failed to replace it.
+        """Serve the tree of this install again, after another install has failed to replace it.
 
-        Its budget may hold the plan that it had, and none for masters that have grown since. Then the budget
-        becomes the smallest that does, and this warns of it.
+        If the masters have grown since, the budget may be too small for them. Then it becomes the smallest
+        that works, with a warning.
         """
         if model is None:
             return
@@ -257,7 +260,7 @@ class Installation(ServedModules):
             warn(f"the model's weights have changed since it was installed: {too_small}, and that it has now")
 
     def _model(self) -> nn.Module:
-        """Return what there is to plan for; raise ConfigError if it is not this install's any more."""
+        """Return the model that this install serves. Raise ConfigError if it serves none any more."""
         model = model_of(self.session) if self.active else None
         if model is None:
             raise ConfigError(
@@ -308,16 +311,17 @@ class Installation(ServedModules):
             ).write(path)
 
     def plan_again(self, model: nn.Module) -> None:
-        """Plan for the masters that the model has by now; after a release, for what memory there is.
+        """Plan for the masters that the model has now. After `release`, take device memory again.
 
-        Raises BudgetError and OutOfMemoryError; an automatic budget has shrunk before that.
+        Raises BudgetError or OutOfMemoryError if there is no such plan; the old plan, if any, stays. After
+        `release`, an automatic budget shrinks first.
         """
         recount(model)
         try:
             self.session.replan(model, self.budget)
         except (BudgetError, OutOfMemoryError) as error:
             if not self.released:
-                raise  # the old plan stays, which works
+                raise
             self._lower_budget(error)
             return self.plan_again(model)
         self.released = False
@@ -336,10 +340,11 @@ class Installation(ServedModules):
                 self.tuner.measure(config.Budget(config.resolve_budget(budget, self.options.device)))
 
     def call_begins(self, module: nn.Module | None) -> int:
-        """Note a call of the model, with which a pass begins; of several models, only if a round begins.
+        """Note that a call of a model begins, and return its number for the schedule; 0 for a single model.
 
-        None is a call by the graphs of `torch.compile`, which do not tell the module; of several models it
-        begins nothing. Returns the call's number for the schedule; 0 for a single model.
+        A pass begins with it: always if one model is installed, and at the beginning of a round (`Rounds`) if
+        several are. `module` is None if graphs of `torch.compile` are called, which do not tell the module.
+        With several models, such a call begins no pass.
         """
         number = 0
         if self.budget.automatic and self.session.provider == "native" and self.session.device.type == "cuda":
@@ -362,7 +367,10 @@ class Installation(ServedModules):
         return number
 
     def undo(self) -> None:
-        """Give every module that this install serves its own class back, even if it has left the model."""
+        """Give every module that this install serves its own class back, and end the install.
+
+        Modules that have left the model are among them.
+        """
         with lock:
             if not self.active:
                 return
@@ -372,7 +380,7 @@ class Installation(ServedModules):
             self.end()
 
     def give_up(self) -> None:
-        """End an install that was refused, once those that it had replaced serve again."""
+        """End an install that has failed, after the installs that it had replaced serve again."""
         self.undo()
         if self._first_pass is not None:
             self._first_pass.stop()
@@ -381,7 +389,7 @@ class Installation(ServedModules):
         recount()
 
     def end_if_over(self, *, replaced_by: Installation | None = None) -> None:
-        """End the install, unless modules are still served."""
+        """End the install if it serves no module any more. `replaced_by` may have taken its modules over."""
         if replaced_by is not None:
             part = " for a part of its modules" if self.active else ""
             logger.info("an install (%s) replaces an earlier one (%s)%s", replaced_by, self, part)
@@ -390,7 +398,7 @@ class Installation(ServedModules):
             self.end()
 
     def end(self) -> None:
-        """End the install, once every module was given back: close the session and forget it."""
+        """End the install, after its modules have their own classes back: close and forget its session."""
         if self._first_pass is not None:
             self._first_pass.stop()
             self._first_pass = None
@@ -420,7 +428,7 @@ class Installation(ServedModules):
 
 
 def installation_of(session: Session) -> Installation | None:
-    """Return the install that a session belongs to; None if it has ended, or has another session now."""
+    """Return the install of a session; None if the install has ended, or has another session by now."""
     install = served_by.get(session)
     return install if isinstance(install, Installation) and install.session is session else None
 
@@ -430,7 +438,7 @@ def _computes_on(device: torch.device) -> bool:
 
 
 def detach(session: Session, model: nn.Module) -> None:
-    """Give the modules of a tree that a session serves their own classes back."""
+    """Give those modules of a tree that a session serves their own classes back."""
     take_pending()
     modules = modules_of(model)
     rebase_on_originals(apply_to_originals(modules, {session}))
@@ -441,9 +449,10 @@ def detach(session: Session, model: nn.Module) -> None:
 
 
 def _replan(session: Session) -> None:
-    """Plan again for the masters that a session's model has by now.
+    """Plan again for the masters that a session's model has now.
 
-    If they do not fit the budget, the old plan stays, and what it does not know is moved at each access.
+    If there is no plan within the budget, this warns, and the old plan stays. Masters that are not in it are
+    copied at each access.
     """
     model, install = model_of(session), installation_of(session)
     if model is None or install is None:
@@ -483,7 +492,7 @@ def _call_failed(session: Session, error: BaseException) -> None:
 
 
 def _name_unloaded_weights(session: Session, error: BaseException) -> None:
-    """Name the weights on the meta device in torch's error, which names only the device.
+    """Add the names of weights on the meta device to an error of torch, which names only the device.
 
     Libraries register such weights and load them later, so they are no error until a forward reads them.
     """

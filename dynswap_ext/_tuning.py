@@ -1,22 +1,22 @@
-"""`budget="auto"` and `Handle.retune`: passes are measured, and what stays on the device follows from them.
+"""`budget="auto"` and `Handle.retune`: measures passes, and chooses by them which weights stay on the device.
 
-Note [When a plan is tuned]: the first pass of a model is like no other: everything is brought for the first
-time, kernels are chosen, caches are filled. So one pass goes by, the next ones are recorded, and the plan
-is made at the beginning of the one after, when nothing is in use. A plan that `Handle.retune` has not asked
-for waits for that: what other threads or kept tensors hold of the old plan would be on the device together
-with the new one, and a CUDA graph would look for its weights where they were. Where threads take turns, or
-tensors are kept, that may never come: after some passes the plan is made anyway, for the room that is left
-beside what they can hold. What a CUDA graph has captured is waited for for ever.
+Note [When a plan is tuned]: the first pass of a model is not typical: every weight is copied for the first
+time, kernels are chosen, caches are filled. So one pass goes by, the next ones are recorded, and the plan is
+made at the beginning of the pass after them. Unless `Handle.retune` has asked for the plan, it waits until no
+weight is in use: weights of the old plan that other threads or kept tensors hold would be on the device
+together with those of the new plan. If threads take turns, or tensors are kept, that may never happen. So
+after some passes the plan is made anyway, for the memory that these cannot hold. If a CUDA graph has captured
+weights, it would look for them at their old addresses, so then the plan waits without a limit.
 
-Note [Passes of several threads]: threads that call the model at the same time share the bus and what is on
-the device, so they are measured together. A pass counts when a thread has made one more than any had before;
-until then, each of the others makes about as many. Threads that make one pass and end would never count so:
-many passes that did not count are one, too.
+Note [Passes of several threads]: threads that call the model at the same time share the bus and the device,
+so they are measured together. A pass counts if its thread has then made more passes than any thread before;
+meanwhile each of the other threads makes about as many. Where each thread makes only one pass, none would
+count after the first. So a pass also counts after many that did not.
 
 Note [Steps within a round]: if several models share an install, a pass is a round, and the first round of a
-pipeline may take minutes. If it calls one of them several times in a row, such as a denoiser, these calls are
-measured as passes are, and residents move to that model at once. The budget stays as it is: only whole rounds
-show how much memory the activations of all models take.
+pipeline may take minutes. If it calls one of the models several times in a row, such as a denoiser, these
+calls are measured like passes, and weights of that model stay on the device from then on. The budget stays as
+it is: only whole rounds show how much memory the activations of all models take.
 """
 
 from __future__ import annotations
@@ -41,56 +41,59 @@ from dynswap_ext._util.warn import warn
 from dynswap_ext.config import Budget, Options
 from dynswap_ext.errors import BudgetError, OutOfMemoryError
 
-#: Passes that go by before any is measured, and passes that are. Where residents had to give way, more go
-#: by, up to `_MOST_WARM_UP`.
+#: Passes that go by before any is measured. After residents had to give way, more go by.
 _WARM_UP = 1
-_MEASURED = 2
 _MOST_WARM_UP = 64
-#: Passes of any thread that a plan waits for others to let go of the one before, at most.
+#: Passes that are measured.
+_MEASURED = 2
+#: Passes of all threads for which a plan that is due waits at most: Note [When a plan is tuned].
 _PATIENCE = 64
-#: Passes that count as one, whichever threads made them: Note [Passes of several threads].
+#: If so many passes in a row would not count, the last of them does: Note [Passes of several threads].
 _MOST_THREADS = 64
 
-#: Activations differ from pass to pass.
+#: By this factor, more memory is left for activations than was measured, as they differ from pass to pass.
 _ACTIVATION_MARGIN = 1.1
-#: Of all memory of the device: it stays free for what nobody measures (fragmentation, other programs).
+#: The share of the device's memory that stays free for uses that are not measured, such as fragmentation and
+#: other programs.
 _KEPT_FREE = {"cpu": 0.1}
 _KEPT_FREE_ON_ACCELERATORS = 0.03
-#: Differences of the headroom that matter, as a part of it, and passes in which others have left memory until
-#: weights take it.
+#: A difference counts if it is at least the headroom divided by this.
 _HEADROOM_STEPS = 8
+#: Passes in which others have to leave memory free before weights take it.
 _HEADROOM_PATIENCE = 8
-#: What is left of a budget that was too large.
+#: A budget that was too large is multiplied by this.
 _SHRINK = 0.75
 
 
 @dataclass(frozen=True)
 class Tuning:
-    """Measurements of passes, and the plan that follows from them. Times are seconds of one pass.
+    """Measurements of passes, and the plan that followed from them. Times are in seconds of one pass.
 
     ``print`` shows it.
     """
 
-    #: Passes that were measured; 0 if none could be.
+    #: The number of passes that were measured; 0 if none could be.
     passes: int
-    #: Bytes for streamed and resident weights together in the new plan; None: only what `prefetch` needs.
+    #: Bytes that weights may take on the device in the new plan; None: only what `prefetch` needs.
     budget: int | None
-    #: Bytes by which the measured passes exceeded what was in use between them. 0 after calls of a single
-    #: model.
+    #: Bytes by which the peak of the device's memory in the measured passes exceeded its use before them. 0
+    #: if they were not measured for this plan.
     activation_bytes: int
     #: Time of a pass without waits for weights. With several threads, the time in which not all of them
     #: waited, divided by the passes that they made together.
     compute_seconds: float
     #: Time of a pass that was spent in waits for weights.
     wait_seconds: float
-    #: Rate of the copies, while any was under way; 0 if there were none.
+    #: Bytes per second of the copies, while any was under way; 0 if there were none.
     bytes_per_second: float
-    #: Time of a pass with the plan before, as the engine predicts it on its virtual clock. None if there was
-    #: nothing to place (no budget, no copies, or the pure-Python provider).
+    #: Time of a pass with the plan before, according to the engine's simulation. None if no weights could be
+    #: chosen by time: without a budget or copies, or with the pure-Python provider.
     seconds_before: float | None
-    #: Time of a pass with the new plan, as the engine predicts it; None as for `seconds_before`.
+    #: Time of a pass with the new plan, according to the engine's simulation. None if no weights could be
+    #: chosen by time: without a budget or copies, or with the pure-Python provider.
     seconds_after: float | None
-    #: Bytes of residents whose memory went to others inside a call since the tuning before this one.
+    #: Bytes of weights that stayed on the device (residents) and lost their memory to other tensors inside a
+    #: call, since the tuning before this one.
     given_way_bytes: int = 0
 
     def __str__(self) -> str:
@@ -111,7 +114,7 @@ class Tuning:
 
 
 def _tuning_of(saved: SavedPlan) -> Tuning | None:
-    """Return what was measured for a plan that was saved; None if nothing was."""
+    """Return the measurements that are saved with a plan; None if there are none."""
     if saved.tuning is None:
         return None
     try:
@@ -125,55 +128,58 @@ def _tuning_of(saved: SavedPlan) -> Tuning | None:
 
 
 class HasBudget(Protocol):
-    """An install, as far as its tuner needs it."""
+    """The attributes of an install that its tuner needs."""
 
     session: Session
     options: Options
     saved_plan: SavedPlan | None
-    #: What plans are made with. The tuner changes it.
+    #: The budget with which plans are made. The tuner changes it.
     budget: Budget
 
 
 class Tuner:
-    """Hears of a model's calls, and makes a new plan when enough of them were measured. Thread-safe."""
+    """Measures the passes of an install, and makes a new plan once it has measured enough. Thread-safe."""
 
     def __init__(self, install: HasBudget) -> None:
-        #: Weak, as the install owns the tuner: a cycle of the two would outlive the last user.
+        #: Weak, because the install owns the tuner, and a reference cycle would keep both alive.
         self._install: HasBudget = weakref.proxy(install)
         self._session = install.session
         self._lock = threading.Lock()
         # LOCK: guards all below, and changes of the install's budget.
         #: Bytes of the next plan, unless its budget is automatic.
         self._next = install.budget.bytes
-        #: Until the plan is made; None: nothing is to be measured.
         saved = install.saved_plan
+        #: Passes until the next plan is made; None if none is to be measured.
         self._calls_left: int | None = _WARM_UP + _MEASURED if self._automatic and saved is None else None
         self._passes = _Passes()
-        #: Passes since the plan was due.
+        #: Passes for which a plan that is due has waited.
         self._waited = 0
         self._peak: PeakMemory | None = None
         self.latest = None if saved is None else _tuning_of(saved)
         self._warm_up = _WARM_UP
-        #: Whether calls in a row are recorded, and the models to which residents have moved.
+        #: Whether calls of one model in a row are recorded: Note [Steps within a round].
         self._in_row = False
+        #: Models whose calls in a row have led to a plan since `measure` was called last.
         self._moved_to: set[str] = set()
         #: Whether `Handle.retune` asked for the next plan.
         self._asked = False
-        #: As the session counted at the latest plan.
+        #: Bytes of residents that had given way at the time of the latest plan, as the session counts them.
         self._given_way = 0
-        #: Bytes that are left to others, looked at in each pass; None: nobody asked for that.
+        #: Bytes that are left to others, which each pass checks; None if `headroom` was not given.
         self._headroom = install.options.headroom
-        #: As the latest measured passes took; None: not known, or memory has run out since.
+        #: Bytes that activations took in the latest measured passes; None if that is not known, or if memory
+        #: has run out since.
         self._activations = None if self.latest is None else self.latest.activation_bytes
-        #: The room in the latest passes, as long as it exceeds the plan; one too small for a plan.
+        #: Bytes that weights could take in each of the latest passes, as long as they exceed the plan's.
         self._more_room: list[int] = []
+        #: Bytes that were too few for a plan; 0 if there was one.
         self._too_little = 0
-        #: Whether torch's cache was emptied when others had too little, and they have not had enough since.
+        #: Whether torch's cache was emptied because others had too little, and they have too little still.
         self._cache_emptied = False
 
     @property
     def measuring(self) -> bool:
-        """Whether a plan is to come of passes that are measured."""
+        """Whether passes are being measured, or will be, for a new plan."""
         return self._calls_left is not None
 
     @property
@@ -181,7 +187,7 @@ class Tuner:
         return self._install.budget.automatic
 
     def measure(self, budget: Budget) -> None:
-        """Measure the next passes, and plan then: for this budget or, automatic, for what they leave."""
+        """Measure the next passes, then plan: for this budget or, if it is automatic, for what they leave."""
         with self._lock:
             self._stop_recording()
             self._next = budget.bytes
@@ -191,9 +197,9 @@ class Tuner:
             self._count_from(_WARM_UP + _MEASURED)
 
     def follow(self, earlier: Tuner) -> None:
-        """Go on where the tuner of an earlier session of the install ended, which had the same budget.
+        """Continue for the tuner of an earlier session of the same install, with the same budget.
 
-        What it measured went with that session, so passes are measured again for a plan by time.
+        Its measurements are lost with that session, so passes are measured again for what it had planned.
         """
         self.latest = earlier.latest
         if earlier.latest is not None or earlier._asked:
@@ -201,7 +207,7 @@ class Tuner:
             self.measure(present if earlier._calls_left is None else replace(present, bytes=earlier._next))
 
     def begin_again(self) -> None:
-        """Begin with the first pass again: the pass under way calls a model that had never been called."""
+        """Measure from the first pass on again, because the present pass calls a model for the first time."""
         if not self._lock.acquire(blocking=False):
             return
         try:
@@ -213,8 +219,11 @@ class Tuner:
             self._lock.release()
 
     def __call__(self) -> None:
-        """A pass begins: a call of the model, or a round of all models that share the install."""
-        # Other threads' calls go on meanwhile with the plan there is.
+        """Note that a pass begins, and plan if that is due.
+
+        A pass is a call of the model, or a round of all models that share the install. If another thread
+        plans at this moment, this one goes on with the present plan.
+        """
         if self._headroom is not None and self._automatic:
             self._leave_headroom(self._headroom)
         gave_way = self._automatic and self._session.given_way_bytes != self._given_way
@@ -229,7 +238,10 @@ class Tuner:
                 self._lock.release()
 
     def step(self, model: str, in_a_row: int) -> None:
-        """Note a call of one of several models, after `in_a_row` calls of it: Note [Steps within a round]."""
+        """Note a call of one of several models, which directly follows `in_a_row` calls of the same model.
+
+        See Note [Steps within a round].
+        """
         if (not self._in_row and in_a_row != _WARM_UP) or self._session.provider != "native":
             return
         if not self._lock.acquire(blocking=False):
@@ -251,7 +263,7 @@ class Tuner:
                 if not self._plan_is_in_use():
                     asked = self._asked
                     self._plan(budget, 0)
-                    self._asked = asked  # that plan is for after the rounds
+                    self._asked = asked  # the plan that `measure` asks for comes after whole rounds
         finally:
             self._lock.release()
 
@@ -285,7 +297,7 @@ class Tuner:
         if self._calls_left is None or (self._calls_left > 0 and not self._passes.is_one_more()):
             return
         if self._calls_left == _MEASURED:
-            self._in_row = False  # a recording begins here
+            self._in_row = False  # its recording ends, as another one begins here
             self._peak = PeakMemory(self._session.device)
             self._session.record(True)
             self._session.note_pass()
@@ -301,7 +313,7 @@ class Tuner:
         self._plan(self._room(activations) if self._automatic else self._next, activations)
 
     def _may_plan(self) -> bool:
-        """Return whether a plan that is due is made now: Note [When a plan is tuned]."""
+        """Return whether a plan that is due is made in this pass: Note [When a plan is tuned]."""
         self._waited += 1
         if self._asked or not self._plan_is_in_use():
             return True
@@ -311,21 +323,21 @@ class Tuner:
         return bool(self._session.captured or self._session.stats()["live_leases"] > 0)
 
     def _leave_headroom(self, headroom: int) -> None:
-        """Plan for less if others have too little of the device, and for more once they have left it."""
+        """Plan for less if others have too little of the device, and for more once they have freed some."""
         if not self._lock.acquire(blocking=False):
             return
         try:
             stats, held = self._session.stats(), self._held()
             room = self._room(self._activations or 0) or 0
             enough = max(1, headroom // _HEADROOM_STEPS)
-            # Weights that take less than that leave, too.
+            # Where weights take less than `enough`, a smaller difference counts, so that these leave, too.
             short = min(enough, max(1, held // _HEADROOM_STEPS))
             if room > held - short:
                 self._cache_emptied = False
                 self._take_more_room(room, held, enough, stats)
             elif self._install.budget.bytes is not None and stats["resident_bytes"]:
                 self._more_room = []
-                if not self._cache_emptied:  # what torch keeps may be of a pass that was larger than others
+                if not self._cache_emptied:  # torch may keep memory of a pass that was larger than others
                     self._cache_emptied = True
                     DeviceMemory(self._session.device).empty_cache()
                     room = self._room(self._activations or 0) or 0
@@ -353,14 +365,17 @@ class Tuner:
             self._too_little = room if self._install.budget.bytes is None else 0
 
     def _plan_and_measure(self, budget: int) -> None:
-        """Plan for a budget at once, and measure which residents are best."""
+        """Plan for a budget at once, and measure passes for a better choice of what stays on the device."""
         self._more_room = []
         self._stop_recording()
         self._plan(budget if budget > 0 else None, 0)
         self._count_from(self._warm_up + _MEASURED)
 
     def _follow_those_who_gave_way(self) -> None:
-        """Plan for what is left, and measure again what that could be: later each time."""
+        """Plan for the memory that weights have left after residents gave way, and measure passes again.
+
+        Each time that this happens, twice as many passes go by before any is measured.
+        """
         stats = self._session.stats()
         self._warm_up = min(2 * self._warm_up, _MOST_WARM_UP)
         self._plan_and_measure(
@@ -374,18 +389,18 @@ class Tuner:
         self._in_row = False
 
     def _room(self, activations: int) -> int | None:
-        """Return the bytes that the measured passes leave for weights."""
+        """Return the bytes of the device that such activations leave for weights; None if they leave none."""
         device, held = self._session.device, self._held()
         free = free_bytes(device) - int(_ACTIVATION_MARGIN * activations)
         if self._headroom is None:
             share = _KEPT_FREE.get(device.type, _KEPT_FREE_ON_ACCELERATORS)
             room = free + held - int(share * all_bytes(device))
-        else:  # what torch's allocator keeps for activations is nobody else's
+        else:  # memory that torch's allocator keeps for activations is not free for others
             room = min(free, free_for_others(device)) + held - self._headroom
         return room if room > 0 else None
 
     def _held(self) -> int:
-        """Return the bytes of the plan that another one could have."""
+        """Return the bytes of the present plan that a new plan could take over."""
         stats = self._session.stats()
         arena = 0 if self._plan_is_in_use() else stats["arena_bytes"]
         return int(stats["resident_bytes"] + arena)
@@ -433,19 +448,16 @@ class Tuner:
 
 
 class _Passes:
-    """Counts the passes of several threads: Note [Passes of several threads]."""
+    """Tells which passes of several threads count: Note [Passes of several threads]."""
 
     def __init__(self) -> None:
         self._of_thread: Counter[int] = Counter()
         self._most = 0
-        #: Passes since the last one that counted.
+        #: Passes that did not count since the last one that did.
         self._others = 0
 
     def is_one_more(self) -> bool:
-        """Note that this thread begins a pass, and return whether it is the next pass of the install.
-
-        Of threads that run at the same time, the one that is furthest ahead counts, not each of them.
-        """
+        """Note that this thread begins a pass, and return whether the pass counts."""
         thread = threading.get_ident()
         self._of_thread[thread] += 1
         self._others += 1
@@ -457,6 +469,6 @@ class _Passes:
 
 
 def smaller_budget(budget: int) -> int | None:
-    """Return the next budget to try, in bytes; None: only what `prefetch` needs."""
+    """Return the next smaller budget to try, in bytes; None for only what `prefetch` needs."""
     smaller = int(_SHRINK * budget)
     return smaller if smaller > 1 << 20 else None
