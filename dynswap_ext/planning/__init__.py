@@ -1,4 +1,7 @@
-"""Predicts time and stalls of a pass under a budget. The engine runs on a virtual clock; no model runs."""
+"""Predicts time and stalls of a pass under a budget, by the engine on a virtual clock.
+
+Only `measure` runs the model.
+"""
 
 from __future__ import annotations
 

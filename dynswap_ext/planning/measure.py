@@ -1,4 +1,4 @@
-"""Runs a model here, and measures its compute module by module and how fast its weights come."""
+"""Runs a model, and measures the compute of each module and the bandwidth of copies to the device."""
 
 from __future__ import annotations
 
@@ -29,15 +29,19 @@ from dynswap_ext.planning.weights import PlannedWeight, outline_of_model, owners
 class Measured:
     """The result of `measure`: a model's compute, weight by weight, and the bandwidth of its copies."""
 
-    #: In the order of use, with the compute that was measured.
+    #: The weights in the order of use, with the compute that was measured.
     weights: tuple[PlannedWeight, ...]
+    #: The device on which the model ran.
     device: torch.device
-    #: Bytes a second from its masters to the device, seconds to begin a copy, and how that was measured.
+    #: Bytes per second from the model's masters to the device.
     bandwidth: float
+    #: Seconds to begin a copy; assumed, not measured.
     latency: float
+    #: How the bandwidth was measured, in words.
     bandwidth_kind: str
-    #: Of each timed pass, without what it waited for copies.
+    #: Seconds of compute of each timed pass, without its waits for copies.
     compute_seconds: tuple[float, ...]
+    #: Assumptions that were made, one sentence each.
     notes: tuple[str, ...]
 
 
@@ -52,7 +56,7 @@ def measure(
     passes: int = 3,
     warm_up: int = 2,
 ) -> Measured:
-    """Run a model, installed, and time each module that has weights.
+    """Install a model, run it, and time each module that has weights.
 
     The model need not fit the device. Time that a module waited for its weights is left out. What runs
     between two modules (attention, additions) counts as compute of the first. Afterwards the model is as it
@@ -61,20 +65,24 @@ def measure(
     Parameters
     ----------
     model
-        Not installed. Its masters are where they will be when it is installed: the bandwidth is that of
-        pinned copies for an accelerator, and on the CPU that of the checkpoint file they are mapped from.
+        The model, which must not be installed. On the CPU, the bandwidth is that of the checkpoint file from
+        which its masters are mapped; for an accelerator, it is that of copies from pinned memory.
     inputs
-        One tensor, a sequence of arguments, or a mapping of keyword arguments; moved to the device, and
-        floating tensors cast to `dtype`.
-    device, dtype, budget
-        As for `install`. The budget is that of the measuring run; default: half of the memory that is free.
-    passes, warm_up
-        Passes that are timed, whose median counts, and passes before them.
+        One tensor, a sequence of arguments, or a mapping of keyword arguments. Tensors are moved to the
+        device, and floating ones cast to `dtype`.
+    device, dtype
+        The options of `install`.
+    budget
+        The option of `install`, for the run that is measured. Default: half of the memory that is free.
+    passes
+        How many passes are timed. Their median counts.
+    warm_up
+        How many passes run before them.
 
     Raises
     ------
     ConfigError
-        An option cannot be used, or the model is installed already, or has no weights.
+        An option cannot be used, the model is installed already, or it has no weights.
     BudgetError
         The device cannot hold the largest group of weights.
     """
@@ -120,14 +128,14 @@ def _timed(
 ) -> tuple[list[list[float]], list[int]]:
     """Run passes. Return seconds of compute by pass and module, and module numbers in order of first call.
 
-    A hook before a module's call asks for the module's weights, and marks the time before and after: what
-    lies between is the wait for copies, and what lies between the second mark and the next module's first
-    one is compute.
+    A hook before each module's call fetches the module's weights, and marks the time before and after that.
+    The time between these marks is the wait for copies. The time from then to the hook of the next module is
+    compute.
     """
     clock = DeviceClock(device)
     called: dict[int, None] = {}
     marks: list[tuple[int, Any, Any]] = []
-    held: list[Any] = []  # between the hook and the module's own access nothing else holds its weights
+    held: list[Any] = []  # weights that the hook has fetched, until the module accesses them itself
 
     def mark(number: int, names: Sequence[str], module: nn.Module, _: Any) -> None:
         called.setdefault(number)
@@ -143,7 +151,7 @@ def _timed(
         call()
         end = clock.mark()
         held.clear()
-        first = marks[0][0] if marks else 0  # what runs before the first module counts as its compute
+        first = marks[0][0] if marks else 0  # time before the first module counts as its compute
         seconds = [0.0] * len(modules)
         for (number, _, begins), (_, ends, _) in pairwise([(first, begin, begin), *marks, (0, end, end)]):
             seconds[number] += clock.seconds(begins, ends)
@@ -160,18 +168,19 @@ def _timed(
 def _in_order(
     weights: Sequence[PlannedWeight], called: Sequence[int], compute: Sequence[float]
 ) -> tuple[PlannedWeight, ...]:
-    """Return weights in the order in which their modules are called, a module's compute with its last weight.
+    """Return weights in the order in which their modules are called, with each module's compute.
 
-    A module that is not called stays behind the one that is registered before it.
+    The compute is that of the last weight of the module. A module that is not called follows the module that
+    is registered before it.
     """
     order = list(called)
     for module in range(len(compute)):
         if module not in called:
             order.insert(order.index(module - 1) + 1 if module else 0, module)
     done: list[PlannedWeight] = []
-    owed = 0.0  # of modules whose masters all belong to an earlier one
+    owed = 0.0  # compute of modules whose masters all belong to an earlier module
     for module in order:
-        # The numbers of its fused experts are the module's, plus multiples of the number of modules.
+        # Units of a module's fused experts have its number plus multiples of the number of modules.
         own = [weight for weight in weights if weight.unit % len(compute) == module]
         owed += compute[module]
         if own:

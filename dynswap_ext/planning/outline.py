@@ -1,4 +1,4 @@
-"""From a path to an outline: a checkpoint's headers, or a config made into a model without weights."""
+"""Makes the outline of a model from a path: from the headers of a checkpoint, or from a config."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from dynswap_ext.planning.weights import (
     planned,
 )
 
-#: How models call tables that rows are looked up in: the module's name, the last word before ".weight".
+#: Usual names of modules whose weight is a table in which rows are looked up: the last word before ".weight".
 _TABLES: Final = frozenset(
     (
         *("embed_tokens", "embed_positions", "tok_embeddings", "token_embd", "token_embedding", "shared"),
@@ -41,46 +41,47 @@ _TABLES: Final = frozenset(
         *("word_embeddings", "token_type_embeddings", "relative_attention_bias"),
     )
 )
-#: Dtypes of what is no matrix, though it has rows and columns: indices, masks, positions.
+#: Dtypes of tensors by which nothing is multiplied, even if they have rows and columns: indices and masks.
 _NOT_MULTIPLIED: Final = frozenset((torch.bool, torch.int16, torch.int32, torch.int64))
 _DIFFUSION: Final = re.compile(
     r"transformer_blocks\.|double_blocks\.|joint_blocks\.|x_embedder\.|patch_embedding\."
 )
 _EXPERTS: Final = re.compile(r"(^|\.)(experts|ffn_(gate|up|down)_exps)(\.|$)")
-#: How configs call the number of experts, and how many of them see a row.
+#: Names in configs for the number of experts of a layer.
 _EXPERT_COUNTS: Final = ("num_local_experts", "num_experts", "n_routed_experts", "num_routed_experts")
+#: Names in configs for the number of experts that a row goes through.
 _ACTIVE_COUNTS: Final = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts")
-#: Bytes that a config.json may have.
+#: The most bytes that a config.json may have.
 _LARGEST_CONFIG: Final = 16 << 20
-#: Files by which a folder is a checkpoint's.
+#: A folder that has files with these endings is a checkpoint.
 _WEIGHTS: Final = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".distcp", ".metadata")
 
 
 def outline(path: str | PathLike[str], *, dtype: torch.dtype | None = None, disk: bool = False) -> Outline:
-    """Outline a checkpoint or a config. Of a checkpoint nothing is read but headers.
+    """Return the weights of the model at a path, for planning. Of a checkpoint only headers are read.
 
     Parameters
     ----------
     path
-        What `checkpoint.load` takes; or a ``config.json`` of transformers or diffusers, or a folder with one
-        and no checkpoint.
+        A checkpoint, as for `checkpoint.load`; a ``config.json`` of transformers or diffusers; or a folder
+        with a ``config.json`` and no checkpoint.
     dtype
-        As for `install`: what floating weights are on the device.
+        The option of `install`: the dtype of floating weights on the device.
     disk
-        Copies read masters from a disk, which moves them as they are stored.
+        Whether copies will read masters from a disk, which moves them as they are stored.
 
     Raises
     ------
     SourceError
-        It is neither, or cannot be read.
+        The path has no checkpoint and no config, is the folder of a pipeline, or cannot be read.
     ConfigError
-        The config's library is not installed, or has no such model.
+        The library of the config is not installed, or has no such model.
     """
     where = Path(path)
     try:
         names = os.listdir(where)
     except (OSError, ValueError):
-        names = []  # a file; or else opening it says what is wrong
+        names = []  # a file, or something that raises an error when it is opened
     if "model_index.json" in names:
         parts = sorted(str(where / name) for name in names if (where / name / "config.json").is_file())
         models = ", ".join(parts) or "there is none in it"
@@ -98,14 +99,16 @@ def outline(path: str | PathLike[str], *, dtype: torch.dtype | None = None, disk
 def outline_of_config(
     path: str | PathLike[str], *, dtype: torch.dtype | None = None, disk: bool = False
 ) -> Outline:
-    """Outline the model that a ``config.json`` describes: it is made on the meta device, without weights.
+    """Return the weights of the model that a ``config.json`` describes, for planning.
+
+    The model is made on the meta device. The parameters are those of `outline`.
 
     Raises
     ------
     SourceError
         There is no such file, or it is no config.
     ConfigError
-        The config's library is not installed, or has no such model.
+        The library of the config is not installed, or has no such model.
     """
     content = _read(Path(path))
     if "_class_name" in content:
@@ -120,7 +123,7 @@ def outline_of_config(
     model, config, notes = _described(path, content, library, make)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     kept = getattr(config, "dtype", None) or getattr(text, "dtype", None)
-    # Checkpoints of a model whose config names no dtype come in several.
+    # If the config names no dtype, a checkpoint of the model may have any.
     stored = kept if isinstance(kept, torch.dtype) else dtype
     if stored is None:
         notes.append("The config names no dtype: float32, unless --dtype says otherwise.")
@@ -135,7 +138,7 @@ def outline_of_config(
 def _read(path: Path) -> dict[str, Any]:
     data = content_of(path, _LARGEST_CONFIG, "a config.json")
     try:
-        content = json.loads(data)  # some configs have an Infinity, which JSON does not
+        content = json.loads(data)  # also reads Infinity, which some configs have and JSON lacks
     except (ValueError, RecursionError) as error:
         raise SourceError(f"{path} is no config, or a damaged one: {error}; download it again") from error
     if not isinstance(content, dict):
@@ -153,7 +156,7 @@ def _described(
     name: str,
     make: Callable[[Any, str, dict[str, Any]], _Described],
 ) -> _Described:
-    """Make a config's model by its library, and explain whatever that raises over a config."""
+    """Make the model of a config by its library. Raise ConfigError if the library is missing or fails."""
     try:
         library = importlib.import_module(name)
     except ImportError as error:
@@ -184,7 +187,7 @@ def _of_transformers(library: Any, path: str, content: dict[str, Any]) -> _Descr
     cls = getattr(library, str(name), None)
     if cls is not None:
         return init_empty(lambda: cls(config)), config, []
-    # A config without architectures, or with one that transformers lacks, still has a body.
+    # A config that names no architecture, or one that transformers lacks, still gives a model without a head.
     model = init_empty(lambda: library.AutoModel.from_config(config))
     note = "The config names no architecture that transformers has: planned for {}, without a head."
     return model, config, [note.format(type(model).__name__)]
@@ -196,17 +199,20 @@ def _of_transformers(library: Any, path: str, content: dict[str, Any]) -> _Descr
 def outline_of_checkpoint(
     path: str | PathLike[str], *, dtype: torch.dtype | None = None, disk: bool = False
 ) -> Outline:
-    """Return the weights from the headers of a checkpoint of any format.
+    """Return the weights of a checkpoint of any format, for planning. Only headers are read.
+
+    The parameters are those of `outline`.
 
     Notes
     -----
-    Weights of one module are those with the same name up to the last dot. The order is the file's, unless
-    that is the order of names as text, which says nothing: then numbers in names are compared as numbers.
+    Weights with the same name up to the last dot are taken for those of one module. The order of use is that
+    of the file. If the file is sorted by name, which says nothing about use, weights are sorted by name with
+    numbers in numeric order.
 
     Raises
     ------
     SourceError
-        It cannot be read.
+        The checkpoint cannot be read, or has no tensors.
     """
     check_dtype(dtype)
     checkpoint = open_checkpoint(Path(path))
@@ -242,7 +248,7 @@ def outline_of_checkpoint(
 def _routed(
     weights: Sequence[PlannedWeight], config: Mapping[str, Any]
 ) -> tuple[tuple[PlannedWeight, ...], list[str]]:
-    """Return the weights, experts with their share of the rows by the config, and notes for the user."""
+    """Return the weights, experts with the share of rows that the config tells, and notes for the user."""
     if not any(weight.by_use or _EXPERTS.search(weight.name) for weight in weights):
         return tuple(weights), []
     experts, active = (
@@ -269,7 +275,10 @@ def _routed(
 
 
 def _rows(names: Iterable[str]) -> tuple[int, str]:
-    """Return the rows of a pass where none are given: an image's, if names are those of a diffusion model."""
+    """Return the default number of rows of a pass, and what such a pass is, in words.
+
+    It is an image if the names are those of a diffusion model, else a token.
+    """
     if any(_DIFFUSION.search(name) for name in names):
         return 4096, "an image of 1024 x 1024"
     return 1, "one token, as in decoding"
@@ -282,9 +291,9 @@ def _natural(name: str) -> tuple[tuple[int, str], ...]:
 
 
 def _sorted_as_text(entries: Mapping[str, Entry]) -> bool:
-    """Return whether each file has the entries of one dtype in the order of their names.
+    """Return whether the entries of each dtype are sorted by name as text, in each file.
 
-    safetensors sorts by the width of the dtype first.
+    Each dtype is compared alone, because safetensors sorts by the width of the dtype first.
     """
     parts: dict[object, list[str]] = {}
     for name, entry in entries.items():

@@ -25,20 +25,21 @@ from dynswap_ext.planning.predict import Plan
 
 
 def plot(plan: Plan, path: str | PathLike[str], *, title: str = "", points: int = 60) -> Path:
-    """Write a picture: above, time of a pass, its limit and the time all resident; below, stalls.
+    """Draw the time of a pass over the budget and, below that, the stalls of a pass.
 
-    All axes are linear and begin at zero. The two parts have scales of their own.
+    The upper part also shows the limit of any order of copies, and the time with all weights on the device.
+    All axes are linear and begin at zero. The two parts have different scales.
 
     Parameters
     ----------
     plan
-        Budgets that it was asked for are marked.
+        The plan. The budgets that it was asked for are marked.
     path
-        Where to; the suffix chooses the format (.png, .svg, .pdf).
+        The file. Its suffix chooses the format (.png, .svg, .pdf).
     title
-        Over the picture.
+        The title of the picture.
     points
-        Budgets that are predicted for the lines.
+        About how many budgets are predicted for the lines.
 
     Raises
     ------
@@ -60,7 +61,7 @@ def draw(plan: Plan, *, title: str = "", points: int = 60) -> Any:
     stalls = [prediction.stall_seconds for prediction in curve]
     limits = [prediction.limit_seconds for prediction in curve]
     seconds = [prediction.seconds for prediction in curve]
-    # Steps: residents come a group at a time.
+    # The lines are steps, because weights that stay on the device are added a group at a time.
     upper.step(budgets, seconds, where="post", color=BLUE, linewidth=2.2, label="time of a pass")
     upper.plot(budgets, limits, color=BLACK, linestyle=DASHED, label="limit of any order of copies")
     upper.axhline(curve[-1].compute_seconds, color=GREEN, linestyle=":", label="all resident")

@@ -1,6 +1,7 @@
-"""Predictions: what a pass takes at each budget, and from which budget on copies are hidden.
+"""Predicts the time of a pass at each budget, and from which budget on compute hides the copies.
 
-The engine itself answers, on a virtual clock: nothing here knows how it groups weights or places residents.
+The engine itself runs, on a virtual clock: how it groups weights, and which stay on the device, is not
+repeated here.
 """
 
 from __future__ import annotations
@@ -20,92 +21,107 @@ from dynswap_ext.errors import ConfigError
 from dynswap_ext.planning.rates import ASSUMED
 from dynswap_ext.planning.weights import PlannedWeight
 
-#: Shares of the model that a plan looks at in addition to what is asked for.
+#: The budgets that a plan predicts in addition to those that are asked for, as shares of the model.
 _SHARES: Final = (0.10, 0.25, 0.50, 0.75, 0.90)
-#: Copies are hidden where a pass takes at most so much of its compute.
+#: Compute hides the copies if a pass takes at most its compute times this.
 _HIDDEN: Final = 1.01
-#: Of the virtual clock. The first half is warm-up: it learns the order, and the next begins with a full ring.
+#: Simulated passes. The first half is warm-up, in which the engine learns the order and fills the arena.
 _PASSES: Final = 6
-#: With experts: so many divided by the part of them that a pass uses, up to a limit. Each is then used often
-#: enough to show which stay.
+#: With experts, this is divided by the smallest part of them that a pass uses, for at most `_MOST_PASSES`.
+#: Each expert is then used often enough to show which of them stay on the device.
 _PASSES_BY_USE: Final = 8
 _MOST_PASSES: Final = 160
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """One budget's pass in the steady state. Bytes are bytes; times are seconds."""
+    """The prediction of a pass in the steady state, at one budget. Times are in seconds."""
 
+    #: Bytes of the device for weights.
     budget: int
-    #: Of all weights, by device bytes: 0 to 1.
+    #: The share of the weights' device bytes that stay on the device (residents): 0 to 1.
     resident_share: float
+    #: Bytes that the weights take that stay on the device (residents).
     resident_bytes: int
-    #: What a pass moves to the device.
+    #: Bytes that a pass moves to the device.
     moved_bytes: float
+    #: Time of the pass.
     seconds: float
-    #: Of the pass with all weights resident.
+    #: Time of the pass with all weights on the device.
     compute_seconds: float
-    #: What the bus needs for what a pass moves: the streamed weights, or fewer if some stay in the arena.
+    #: Time that the bus needs for the streamed weights that a pass moves.
     copy_seconds: float
-    #: No order of copies is faster: the compute, or the copies of the weights that the budget cannot hold.
+    #: The least time with any order of copies: that of the compute, or that of copying the weights that the
+    #: budget cannot hold.
     limit_seconds: float
-    #: The compute waited for copies.
+    #: Time in which the compute waits for copies.
     stall_seconds: float
-    #: Groups whose copy began only when they were needed.
+    #: Groups of weights whose copy begins only when they are needed, in a pass.
     misses: float
+    #: The number of groups of weights. Those of a group travel in one copy.
     groups: int
-    #: Groups that the arena holds ahead of the one in use.
+    #: The number of groups for which the device has room ahead of the one in use.
     depth: int
 
     @property
     def to_limit(self) -> float:
-        """Time over the limit, 1 at least."""
+        """The time of the pass divided by `limit_seconds`; 1 if that is 0."""
         return self.seconds / self.limit_seconds if self.limit_seconds > 0 else 1.0
 
     @property
     def to_resident(self) -> float:
-        """Time over that of the model all resident; infinite where that takes none."""
+        """The time of the pass divided by `compute_seconds`; if that is 0, infinite or, for no time, 1."""
         if self.compute_seconds > 0:
             return self.seconds / self.compute_seconds
         return math.inf if self.seconds > 0 else 1.0
 
     @property
     def hidden(self) -> bool:
-        """Whether compute hides the copies."""
+        """Whether compute hides the copies: they add at most 1 % to its time, or all weights are resident."""
         return self.seconds <= _HIDDEN * self.compute_seconds or self.resident_share >= 1
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Predictions for a sweep of budgets, by budget."""
+    """The result of `plan`: predictions of a pass for a sweep of budgets. All budgets are in bytes."""
 
+    #: The weights in the order of use.
     weights: tuple[PlannedWeight, ...]
+    #: Bytes per second from masters to the device.
     bandwidth: float
+    #: Seconds to begin a copy.
     latency: float
+    #: The option of `install`: groups of weights to fetch ahead of the one in use.
     prefetch: int
-    #: "host", "cuda" or "torch": as which memory is laid out.
+    #: "host", "cuda" or "torch": the backend of the engine, by which memory is laid out.
     backend: str
+    #: The predictions, from the smallest budget to the largest.
     predictions: tuple[Prediction, ...]
-    #: Budgets that were asked for: those that work, and those that do not.
+    #: Budgets that were asked for and that work.
     asked: tuple[int, ...]
+    #: Budgets that were asked for and are smaller than `smallest`.
     too_small: tuple[int, ...]
+    #: The smallest budget that works.
     smallest: int
-    #: The budget with which every weight is resident.
+    #: The budget with which every weight stays on the device.
     all: int
-    #: From about this budget on, compute hides the copies; `all` if nothing less does.
+    #: From about this budget on, compute hides the copies; `all` if only that does.
     hidden_from: int
     #: The prediction for "minimum", if that was asked for; it is in `predictions` too.
     minimum: Prediction | None
     _predictor: _Predictor = field(repr=False, compare=False)
 
     def at(self, budget: int | str) -> Prediction:
-        """Predict a pass for any budget, as `plan` takes them. Raises BudgetError under the smallest."""
+        """Predict a pass for any budget that `plan` takes. Raises BudgetError if it is too small."""
         return self._predictor.of(budget)
 
     def curve(self, points: int = 60) -> list[Prediction]:
-        """Predict a pass at some `points` budgets from the smallest to all, and at those of the sweep."""
+        """Predict a pass for about `points` budgets, and for those in `predictions`, in ascending order.
+
+        They lie between the smallest that works and the one with which every weight stays on the device.
+        """
         step = (self.all - self.smallest) / max(1, points - 1)
-        # Where little fits, a little more is much.
+        # More of them are small: where few weights stay, a little more memory changes much.
         places = (*range(points), 0.03, 0.06, 0.12, 0.25, 0.5)
         budgets = {self.smallest + round(step * place) for place in places}
         budgets |= {prediction.budget for prediction in self.predictions}
@@ -128,35 +144,36 @@ def predict(
     Parameters
     ----------
     weights
-        In the order of use, with their compute (`timed`, `spread` or `measure` gave it).
+        The weights in the order of use, with the compute that `timed`, `spread` or `measure` gave them.
     budgets
-        Bytes for streamed and resident weights together, as a number or a size such as "6GiB"; or "minimum":
-        what `install(budget="minimum")` takes.
+        Bytes for weights on the device, as a number or a size such as "6GiB"; or "minimum": what
+        `install(budget="minimum")` takes.
     shares
-        More budgets, as shares of the model: 0.25, "25%" or "1/4". (A fraction that `install` is given is one
-        of the device's free memory, which is not known here.)
+        More budgets, as shares of the model: 0.25, "25%" or "1/4". (To `install`, a fraction is one of the
+        device's free memory, which is not known here.)
     bandwidth
-        Bytes a second from masters to the device, or a text such as "25GB/s".
+        Bytes per second from masters to the device, or a text such as "25GB/s".
     latency
         Seconds to begin a copy.
     prefetch
-        As for `install`.
+        The option of `install`: groups of weights to fetch ahead of the one in use.
     backend
-        "host" for an install on the CPU, "cuda" or "torch" on an accelerator: memory is laid out so.
+        The backend that the engine would have: "host" on the CPU, "cuda" or "torch" on an accelerator. It
+        decides how memory is laid out.
 
     Returns
     -------
     list of Prediction
-        One for each budget, then one for each share, in their order. Each is of its budget alone, whatever
-        the others are. A budget may be predicted to be slower than a smaller one: weights are grouped, and
-        residents chosen, for each by itself.
+        One for each budget, then one for each share, in the order in which they are given. Weights are
+        grouped, and those that stay on the device are chosen, for each budget alone. So a budget may be
+        predicted to be slower than a smaller one.
 
     Raises
     ------
     BudgetError
-        A budget is under the smallest that works, which the error names.
+        A budget is smaller than the smallest that works, which the error names.
     ConfigError
-        There are no weights, a number cannot be used, or the native extension is not there.
+        There are no weights, a number cannot be used, or the native extension is not available.
     """
     predictor = _Predictor(weights, bandwidth, latency, prefetch, backend)
     named = map(predictor.of, budgets)
@@ -174,23 +191,23 @@ def plan(
     prefetch: int = 2,
     backend: str = "cuda",
 ) -> Plan:
-    """Predict a pass for the budgets that are asked for, and for a sweep from the smallest to all.
+    """Predict a pass for the budgets that are asked for, and for a sweep of others.
 
-    The sweep has the smallest budget that works, 10, 25, 50, 75 and 90 % of the model, and all of it. Other
-    parameters are those of `predict`.
+    The sweep has the smallest budget that works, 10, 25, 50, 75 and 90 % of the model, and all of it. The
+    parameters are those of `predict`. A budget that is too small is no error: it is in `Plan.too_small`.
 
     Raises
     ------
     ConfigError
-        As `predict`. A budget that is too small is no error: it is named in the plan.
+        There are no weights, a number cannot be used, or the native extension is not available.
     """
     planned = tuple(weights)
     predictor = _Predictor(planned, bandwidth, latency, prefetch, backend)
     smallest, _ = native_extension().smallest_budget(**_of_engine(planned, backend))
-    # What groups take with what lies between their weights: a little more than the weights.
+    # The bytes of all groups: a little more than those of the weights, as there are gaps between these.
     total = predictor.total
     whole = predictor.at(2 * total + (1 << 20) * len(planned)).resident_bytes
-    # Smaller groups, as of a smaller budget, have more between them.
+    # With a smaller budget, groups are smaller, and there are more gaps.
     while predictor.at(whole).resident_share < 1:
         whole += max(1, whole // 64)
     asked = list(budgets)
@@ -200,8 +217,8 @@ def plan(
     sweep = {smallest, whole, *(round(share * whole) for share in _SHARES)}
     usual = [predictor.at(budget) for budget in sorted(sweep) if budget >= smallest]
     predictions = [predictor.at(budget) for budget in sorted({*sweep, *wanted}) if budget >= smallest]
-    # Between the largest budget of the sweep that does not hide the copies, and the next one: what else is
-    # asked for does not change it.
+    # `hidden_from` lies between the largest budget of the sweep with which compute does not hide the copies,
+    # and the next one. Budgets that are asked for do not change it.
     low = hidden_from = usual[0].budget
     for smaller, larger in pairwise(usual):
         if not smaller.hidden:
@@ -230,7 +247,7 @@ def plan(
 
 
 class _Predictor:
-    """Predicts the pass at each budget. Simulates each budget once."""
+    """Predicts a pass at any budget. Each budget is simulated once."""
 
     def __init__(
         self,
@@ -243,7 +260,8 @@ class _Predictor:
         self.rate = _check(weights, bandwidth, latency, prefetch, backend)
         self.total = sum(weight.nbytes for weight in weights)
         self._used = sum(weight.nbytes * (weight.by_use or 1.0) for weight in weights)
-        # The clock moves device bytes. Where copies move fewer or more (a cast), its bus is faster or slower.
+        # The simulation moves device bytes. Where copies move fewer or more bytes, because of a cast, it is
+        # given a faster or slower bus.
         self._moved = sum(weight.moved_bytes for weight in weights) / self.total
         self._bus = self.rate / self._moved
         self._options: dict[str, Any] = {
@@ -257,11 +275,11 @@ class _Predictor:
         self._known: dict[int, Prediction] = {}
 
     def of(self, budget: int | str) -> Prediction:
-        """Return the prediction for a budget as `predict` takes it."""
+        """Return the prediction for a budget that is a number, a size such as "6GiB", or "minimum"."""
         return self.minimum() if is_named(budget, MINIMUM) else self.at(_bytes_of(budget))
 
     def at(self, budget: int) -> Prediction:
-        """Return the prediction for this budget, with the groups and the residents that are found for it."""
+        """Return the prediction for a budget in bytes."""
         if budget not in self._known:
             self._known[budget] = self._prediction(budget, self._simulate(budget))
         return self._known[budget]
@@ -277,7 +295,7 @@ class _Predictor:
 
     def _prediction(self, budget: int, result: Mapping[str, Any]) -> Prediction:
         streamed = result["streamed_bytes"]
-        # Of the streamed weights, what a pass moves; what it moves twice is no need of the bus.
+        # The share of the streamed weights that a pass has to move: what it moves twice counts once.
         share = min(1.0, result["moved_bytes"] / streamed) if streamed else 1.0
         return Prediction(
             budget=budget,
@@ -287,7 +305,7 @@ class _Predictor:
             seconds=result["seconds_per_pass"],
             compute_seconds=result["compute_seconds"],
             copy_seconds=result["copy_seconds"] * share,
-            # A pass begins with no more of the weights that it uses there than the budget holds.
+            # When a pass begins, at most `budget` bytes of the weights that it uses are on the device.
             limit_seconds=max(result["compute_seconds"], (self._used - budget) / self._bus),
             stall_seconds=result["stall_seconds"],
             misses=result["misses"],
@@ -302,7 +320,7 @@ def _passes(weights: Sequence[PlannedWeight]) -> int:
 
 
 def _bytes_of(budget: int | str) -> int:
-    """Return a budget in bytes."""
+    """Return the bytes of a budget that is a number or a size such as "6GiB"."""
     if isinstance(budget, str):
         return parse_planned(budget)
     if isinstance(budget, bool) or not isinstance(budget, int) or budget < 1:
@@ -311,7 +329,7 @@ def _bytes_of(budget: int | str) -> int:
 
 
 def _of_engine(weights: Sequence[PlannedWeight], backend: str) -> dict[str, Any]:
-    """Return the weights as the engine takes them."""
+    """Return the arguments by which the engine's simulation is told the weights."""
     return {
         "weights": [(weight.name, weight.nbytes, weight.seconds, weight.unit) for weight in weights],
         "places": [weight.place for weight in weights],
@@ -325,7 +343,7 @@ def _of_engine(weights: Sequence[PlannedWeight], backend: str) -> dict[str, Any]
 def _check(
     weights: Sequence[PlannedWeight], bandwidth: float | str, latency: float, prefetch: int, backend: str
 ) -> float:
-    """Return the bandwidth in bytes per second; raise ConfigError if an argument cannot be used."""
+    """Return the bandwidth in bytes per second. Raise ConfigError if an argument cannot be used."""
     if not weights or not sum(weight.nbytes for weight in weights):
         raise ConfigError("there are no weights to plan for; name a checkpoint or a model that has some")
     rate = parse_bandwidth(bandwidth) if isinstance(bandwidth, str) else bandwidth

@@ -1,4 +1,4 @@
-"""How fast a machine is, as given or as measured here, and what a pass computes at such rates."""
+"""Rates of a machine, given or measured, and the compute times of a model's weights that follow from them."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from dynswap_ext.errors import ConfigError
 from dynswap_ext.planning.weights import PlannedWeight
 
 _MOST_ROWS: Final = 1 << 40
-#: Threads of a disk measurement: one alone leaves the queue of a fast disk empty between its reads.
+#: Threads that read in a disk measurement: a single one leaves the queue of a fast disk empty between reads.
 _READERS: Final = 4
 _BLOCK: Final = 16 << 20
-#: Bytes that are read or copied to know a bandwidth.
+#: Bytes that are read, or moved by copies, to measure a bandwidth.
 _SAMPLE: Final = 1 << 30
 
 
@@ -37,16 +37,17 @@ _SAMPLE: Final = 1 << 30
 class Machine:
     """Rates of a device and of the bus to it: bandwidth, arithmetic, memory, latency."""
 
+    #: The name of the device, in words.
     name: str
-    #: Bytes a second from masters to the device.
+    #: Bytes per second from masters to the device.
     bandwidth: float
-    #: Floating-point operations a second in matrix products.
+    #: Floating-point operations per second in matrix products.
     arithmetic: float
-    #: Bytes a second of the device's own memory.
+    #: Bytes per second of the device's own memory.
     memory: float
     #: Seconds to begin a copy.
     latency: float = 7e-6
-    #: How the bandwidth was measured; empty if it was not.
+    #: How the bandwidth was measured, in words; empty if it was not.
     bandwidth_kind: str = ""
 
     def with_rates(
@@ -73,24 +74,26 @@ class Machine:
         )
 
 
-#: What is taken where nothing is given and nothing is measured; benchmarks/virtual_clock.py has the same.
+#: The machine that is assumed where rates are neither given nor measured. benchmarks/virtual_clock.py has the
+#: same rates.
 ASSUMED: Final = Machine("a PCIe 4 card", bandwidth=26e9, arithmetic=120e12, memory=0.9e12)
 
 
 def timed(weights: Sequence[PlannedWeight], machine: Machine, *, rows: int = 1) -> tuple[PlannedWeight, ...]:
-    """Return the weights, each with its compute: the longer of its operations and its bytes.
+    """Return the weights with their compute times, from the rates of a machine.
 
-    A matrix takes 2 operations an element and row (one row if it is a time step's); a norm reads and writes
-    its rows; what is looked up takes nothing. Attention products and activations are not counted.
+    A matrix takes 2 operations for each element and row, or the time to read it if that is longer. (A matrix
+    for a time step is multiplied by one row only.) A norm reads and writes its rows. A table that rows are
+    looked up in takes no time. Attention products and activations are not counted.
 
     Parameters
     ----------
     weights
-        In the order of use.
+        The weights in the order of use.
     machine
         Its `arithmetic` and `memory` are used.
     rows
-        Vectors that a pass multiplies by each matrix: tokens, times the batch.
+        The number of vectors that a pass multiplies by each matrix: tokens, times the batch.
 
     Raises
     ------
@@ -106,7 +109,7 @@ def timed(weights: Sequence[PlannedWeight], machine: Machine, *, rows: int = 1) 
         replace(
             weight,
             seconds=_seconds(weight, machine, rows),
-            # Each row chooses for itself.
+            # Each row chooses experts by itself: the part of them that at least one row chooses.
             by_use=weight.by_use and 1 - (1 - weight.share) ** rows,
         )
         for weight in weights
@@ -114,9 +117,9 @@ def timed(weights: Sequence[PlannedWeight], machine: Machine, *, rows: int = 1) 
 
 
 def spread(weights: Sequence[PlannedWeight], seconds: float) -> tuple[PlannedWeight, ...]:
-    """Return the weights, with the time of a pass divided among them by their operations.
+    """Return the weights, with the compute time of a pass divided among them by their operations.
 
-    By bytes, if none is a matrix.
+    If none of them is a matrix, it is divided by their bytes.
 
     Raises
     ------
@@ -135,7 +138,10 @@ def spread(weights: Sequence[PlannedWeight], seconds: float) -> tuple[PlannedWei
 
 
 def rows_to_hide(weights: Sequence[PlannedWeight], machine: Machine, seconds: float) -> int | None:
-    """Return the fewest rows with which a pass computes for so long; None if no number of rows does."""
+    """Return the fewest rows with which a pass computes for `seconds`, so that it hides copies of that time.
+
+    None if no number of rows is enough.
+    """
 
     def computes(rows: int) -> float:
         return math.fsum(_seconds(weight, machine, rows) for weight in weights)
@@ -165,21 +171,21 @@ def latency_of(device: torch.device) -> float:
 def measure_machine(
     device: torch.device | str | int, *, dtype: torch.dtype | None = None, file: Path | None = None
 ) -> Machine:
-    """Measure bandwidth, arithmetic and memory of a device, in some seconds.
+    """Measure the bandwidth, arithmetic and memory of a device. It takes some seconds.
 
     Parameters
     ----------
     device
-        As for `install`.
+        The option of `install`.
     dtype
-        Of the matrix products; default: bfloat16 on an accelerator, float32 on the CPU.
+        The dtype of the matrix products. Default: bfloat16 on an accelerator, float32 on the CPU.
     file
-        For the CPU: what masters are mapped from. Without one, the bandwidth is that of memory.
+        For the CPU: the file from which masters are mapped. Without one, the bandwidth is that of memory.
 
     Raises
     ------
     ConfigError
-        There is no such device.
+        There is no such device, or the dtype cannot be used.
     """
     where = config.resolve(device=device).device
     check_dtype(dtype)
@@ -197,7 +203,7 @@ def measure_machine(
 
 
 def device_name(device: torch.device) -> str:
-    """Return a device's name, with its model or the number of threads."""
+    """Return the name of a device with its model, or for the CPU with the number of torch's threads."""
     if device.type == "cpu":
         return f"{device} ({torch.get_num_threads()} threads)"
     name = getattr(torch.get_device_module(device), "get_device_name", None)
@@ -220,12 +226,12 @@ def masters_bandwidth(device: torch.device, files: Sequence[Path]) -> tuple[floa
 
 
 def pinned_bandwidth(device: torch.device) -> float:
-    """Return the bytes/s of copies from pinned memory to the device; from ordinary memory if it has none."""
+    """Return the bytes/s of copies to the device from pinned memory, or from ordinary memory without that."""
     return _host_bandwidth(device)[0]
 
 
 def _host_bandwidth(device: torch.device) -> tuple[float, str]:
-    """Return the bytes/s of copies from the fastest host memory for the device, and how they are made."""
+    """Return the bytes/s of copies from pinned or else ordinary memory, and which of them it is, in words."""
     source = torch.empty(256 << 20, dtype=torch.uint8)
     how = "copies from pinned memory"
     try:
@@ -240,18 +246,18 @@ def _host_bandwidth(device: torch.device) -> tuple[float, str]:
 def disk_bandwidth(path: Path, *, readers: int = 1, limit: int | None = None) -> float:
     """Return the bytes/s of reading a file, or its first `limit` bytes, past the page cache where possible.
 
-    Drops the file's cached pages first. Threads (`readers`) take blocks of 16 MiB in turn; one alone does
-    what ``dd iflag=direct bs=16M`` does.
+    Cached pages of the file are dropped first. A number of `readers`, which are threads, take blocks of
+    16 MiB in turn. A single one does what ``dd iflag=direct bs=16M`` does.
     """
     drop_file_cache(path)
     size = min(path.stat().st_size, limit or sys.maxsize)
     try:
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_DIRECT", 0))
-    except OSError:  # a file system without it
+    except OSError:  # a file system without O_DIRECT
         descriptor = os.open(path, os.O_RDONLY)
 
     def read(reader: int) -> int:
-        with mmap.mmap(-1, _BLOCK) as buffer:  # anonymous memory begins at a page, as O_DIRECT asks
+        with mmap.mmap(-1, _BLOCK) as buffer:  # begins at a page, which O_DIRECT asks for
             offsets = range(reader * _BLOCK, size, readers * _BLOCK)
             return sum(os.preadv(descriptor, [buffer], offset) for offset in offsets)
 
@@ -272,7 +278,7 @@ def _copy_bandwidth(device: torch.device) -> float:
 
 
 def _times(call: Callable[[], Any], device: torch.device) -> list[float]:
-    """Return the seconds of each of some calls, after two that are not timed."""
+    """Return the seconds of each of seven calls, which follow two that do not count."""
     clock, seconds = DeviceClock(device), []
     for _ in range(9):
         begin = clock.mark()

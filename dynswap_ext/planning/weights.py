@@ -1,4 +1,4 @@
-"""A model's weights as a plan sees them: bytes, what a pass computes with them, and in which order."""
+"""The weights of a model for planning: bytes, compute in a pass, and order of use."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from dynswap_ext.checkpoint.options import check_dtype
 from dynswap_ext.checkpoint.reader import Entry
 from dynswap_ext.checkpoint.weight_units import StoredWeight, slice_of, whole_of
 
-#: What a pass does with a weight: multiplies each row by it (matrix), or a single one, as a time step's
-#: embedding is (once); scales each row by it (norm); adds it (vector); or looks a few rows of it up.
+#: What a pass does with a weight. It multiplies each row by it (matrix), or a single row, such as that of a
+#: time step (once); scales each row by it (norm); adds it (vector); or looks a few rows of it up (lookup).
 Kind = Literal["matrix", "once", "norm", "vector", "lookup"]
 
-#: Names of matrices that diffusion models multiply one row by, whatever the size of the image.
+#: Names of matrices by which diffusion models multiply a single row, whatever the size of the image.
 _ONCE: Final = re.compile(
     r"ada_?ln|modulation|(^|[._])mod(\.|_|$)|(img|txt)_mod|time_?(step_)?(text_)?embed|time_emb|guidance_(in|embed)"
     r"|(^|\.)(time|vector)_in\.|norm\w*\.linear\.|emb_layers|add_embedding"
@@ -37,8 +37,9 @@ _ONCE: Final = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class PlannedWeight:
-    """One weight, in the order of use."""
+    """One weight of a model for planning: its bytes, and what a pass does with it."""
 
+    #: The name in the model, such as "layers.0.weight".
     name: str
     #: Bytes of the weight on the device.
     nbytes: int
@@ -47,11 +48,13 @@ class PlannedWeight:
     moved_bytes: int
     #: The number of the weight's module or expert. Weights of a unit are consecutive and are used together.
     unit: int
+    #: What a pass does with the weight: "matrix", "once", "norm", "vector" or "lookup" (`Kind`).
     kind: Kind
+    #: The number of the weight's elements.
     elements: int
     #: The share of a pass's rows that reach the weight: less than 1 for an expert.
     share: float = 1.0
-    #: Compute time of the kernels that read the weight, in a pass.
+    #: Compute time of the kernels that read the weight, in seconds of a pass.
     seconds: float = 0.0
     #: Whether a call needs all weights of this unit at the same time.
     at_once: bool = False
@@ -60,7 +63,7 @@ class PlannedWeight:
     #: For an expert, the part of its layer's experts that a pass uses, in no fixed order; 0 for other
     #: weights.
     by_use: float = 0.0
-    #: Units of other modules that have the same master, and need it with all of theirs at the same time.
+    #: Units of other modules that share the weight, and need it at the same time as all of their own weights.
     also_in: tuple[int, ...] = ()
 
 
@@ -70,21 +73,22 @@ class Outline:
 
     #: The model or the file that the outline was made from, in words.
     title: str
+    #: The weights in the order of use.
     weights: tuple[PlannedWeight, ...]
-    #: Where the order of use comes from.
+    #: Where the order of use comes from, in words.
     order: str
     #: Assumptions that were made, one sentence each.
     notes: tuple[str, ...] = ()
-    #: The files that hold the masters: none for a config, and for a model those that copies read.
+    #: The files with the weights: of a checkpoint all, of a model those that copies read, of a config none.
     files: tuple[Path, ...] = ()
-    #: Rows of a pass, unless you give another number.
+    #: The number of rows of a pass, unless you give another number.
     rows: int = 1
-    #: A pass that has `rows` rows, in words.
+    #: What a pass with `rows` rows is, in words.
     rows_as: str = "one token, as in decoding"
 
     @property
     def nbytes(self) -> int:
-        """Device bytes of all weights."""
+        """Bytes of all weights on the device."""
         return sum(weight.nbytes for weight in self.weights)
 
 
@@ -95,24 +99,24 @@ def outline_of_model(
     stored: torch.dtype | None = None,
     disk: bool = False,
 ) -> Outline:
-    """Return the weights of a module, which may be on the meta device, in the order of registration.
+    """Return the weights of a model in the order of registration, for planning.
 
     Parameters
     ----------
     model
-        What `install` takes, and not installed. Masters that several modules share are one weight, used where
-        the first of them is.
+        A module, or a pipeline, list, tuple or dict of modules, which must not be installed. It may be on the
+        meta device. A master that several modules share is one weight, which the first of them uses.
     dtype
-        As for `install`: what floating weights are on the device.
+        The option of `install`: the dtype of floating weights on the device.
     stored
-        What floating masters will be in the checkpoint, if that is another dtype than the module has now.
+        The dtype of floating masters in the checkpoint, if the model has another one now.
     disk
-        Copies read masters from a disk, which moves them as they are stored.
+        Whether copies will read masters from a disk, which moves them as they are stored.
     """
     check_dtype(dtype)
     model = as_tree(model)
     modules = owners(model)
-    # An embedding's matrix is multiplied by rows if another module shares it.
+    # The table of an embedding is a matrix, too, if another module shares it.
     matrices = {
         id(master)
         for module in modules
@@ -120,10 +124,10 @@ def outline_of_model(
         for _, master, is_parameter in own_masters(module)
         if is_parameter and master.dim() >= 2
     }
-    names: dict[int, str] = {}  # the first of each master
+    names: dict[int, str] = {}  # by the id of a master, its first name
     for name, master in (*model.named_parameters(), *model.named_buffers()):
         names.setdefault(id(master), name)
-    also_in: dict[str, list[int]] = {}  # of masters that were met before, by their names
+    also_in: dict[str, list[int]] = {}  # by the name of a weight, the units of later modules that share it
     weights: list[PlannedWeight] = []
     mappings = FileMappings() if disk else None
     for unit, at_once, (count, expert), module in zip(
@@ -163,7 +167,7 @@ def outline_of_model(
 
 
 def _experts(model: nn.Module, modules: Sequence[nn.Module]) -> Iterator[tuple[int, int | None]]:
-    """Yield for each module how many fused experts it has, and the number of the expert that it is in."""
+    """Yield for each module how many fused experts it has, and the unit of the expert that it is part of."""
     every = list(model.modules())
     known = {id(every[place]): experts for place, experts in experts_of_modules(every).items()}
     numbers: dict[int, int] = {}
@@ -178,7 +182,7 @@ def owners(model: nn.Module) -> list[nn.Module]:
 
 
 def multiplied(name: str) -> Kind:
-    """Say whether a matrix of that name multiplies every row, or one."""
+    """Return the kind of a matrix by its name: "once" if it is multiplied by a single row, else "matrix"."""
     return "once" if _ONCE.search(name.lower()) else "matrix"
 
 
@@ -192,9 +196,9 @@ def planned(
     at_once: bool = False,
     by_use: float = 0.0,
 ) -> PlannedWeight:
-    """Return a weight as an install casts it to `dtype` on the way, and as its copies read it."""
+    """Return a stored weight for planning: its bytes on the device, cast to `dtype`, and in a copy."""
     stored, nbytes = weight.entry.dtype, weight.nbytes
-    # Encoded ones stream as they are stored; the operation that uses them decodes.
+    # Encoded weights are copied as they are stored, and decoded by the operation that uses them.
     cast = dtype not in (None, stored) and stored.is_floating_point and not weight.entry.encoding
     if dtype is not None and cast:
         nbytes = weight.elements * dtype.itemsize
@@ -212,7 +216,7 @@ def planned(
 
 
 def _entry(master: torch.Tensor, stored: torch.dtype | None, mappings: FileMappings | None) -> Entry:
-    """Describe a master as a checkpoint would, with the range of the file that it is mapped from."""
+    """Return a master as an entry of a checkpoint, with the file's range if it is mapped from one."""
     shape = tuple(master.shape)
     if inner_names(master) is not None:
         return Entry(master.dtype, shape, stored_bytes(master), Path(), None, type(master).__name__)
