@@ -1,4 +1,4 @@
-"""Inspects models, plain or installed: layers, memory, gradients. Results are data that prints as tables."""
+"""Inspects models, plain or installed: layers, memory, gradients. Results are values that print as tables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A forward that is watched from outside: hooks that are gone afterwards, and a model left as it was."""
+"""Runs a forward under hooks that note each call of a module, and leaves the model as it was."""
 
 from __future__ import annotations
 
@@ -23,21 +23,25 @@ Shapes = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class Call:
-    """One call of one module. Bytes are live bytes over those at the start of the profile."""
+    """One call of one module. Its figures are bytes of live memory over those before the forward."""
 
-    #: Dotted, "" for the model itself.
+    #: The module's path, such as "layers.0"; "" for the model itself.
     path: str
+    #: The name of the module's class; for an installed module, that of its own class.
     class_name: str
-    #: How many calls of other modules it was made in.
+    #: The number of calls of other modules inside which this one was made.
     depth: int
-    #: Counted from 0 for each module.
+    #: The number of earlier calls of the same module.
     index: int
+    #: Live bytes when the call began.
     before: int
+    #: Live bytes when the call ended.
     after: int
-    #: The most while it ran, calls inside it included.
+    #: The most live bytes while the call ran, calls inside it included.
     peak: int
+    #: Shapes of the tensors among the arguments.
     input_shapes: Shapes
-    #: Empty if it raised.
+    #: Shapes of the tensors in the result; empty if the call raised an error.
     output_shapes: Shapes = ()
 
     @property
@@ -52,9 +56,9 @@ class Call:
 
 
 def tensors_in(value: Any, inside: frozenset[int] = frozenset()) -> Iterator[torch.Tensor]:
-    """Yield the tensors in nested sequences, mappings and dataclasses (transformers' ModelOutput is both).
+    """Yield the tensors in nested sequences, sets, mappings and dataclasses, such as outputs of transformers.
 
-    `inside` has the ids of what the value is in: what holds itself is looked into once.
+    `inside` has the ids of the containers around the value, so that one that contains itself ends the search.
     """
     if isinstance(value, torch.Tensor):
         yield value
@@ -80,17 +84,17 @@ def _shapes_in(value: Any) -> Shapes:
 def watched(
     nodes: Sequence[Node], live: Callable[[], tuple[int, int]] = lambda: (0, 0)
 ) -> Iterator[list[Call]]:
-    """Collect the calls of a tree's modules that this thread makes, in the order in which they begin.
+    """Collect the calls that this thread makes of a tree's modules, in the order in which they begin.
 
-    Hooks run before the user's on the way in and after them on the way out, and are gone when the block is
-    left. TorchScript modules take none, and are passed over. `live` returns live bytes, and the most that
-    they were since it was asked last.
+    The hooks for this run before the user's when a module is called, and after them when it returns. They are
+    removed at the end of the block. TorchScript modules take no hooks and are left out. `live` returns the
+    live bytes, and the most since it was called last.
     """
     thread = threading.get_ident()
     paths = {id(node.module): node.path for node in nodes if node.same_as is None}
     times: Counter[str] = Counter()
     calls: list[Call] = []
-    running: list[tuple[int, nn.Module]] = []  # with the number of the call
+    running: list[tuple[int, nn.Module]] = []  # index into `calls`, and module
 
     def settle() -> int:
         now, peak = live()
@@ -109,10 +113,10 @@ def watched(
 
     def leave(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if threading.get_ident() != thread or not any(other is module for _, other in running):
-            return  # another pre-hook raised before ours ran
+            return  # another pre-hook raised an error before `enter` ran
         now = settle()
         ended: nn.Module | None = None
-        while ended is not module:  # above the module: those that an interrupt ended without their hooks
+        while ended is not module:  # calls inside it may have ended without their hooks, at an interrupt
             number, ended = running.pop()
             shapes = _shapes_in(output) if ended is module else ()
             calls[number] = replace(calls[number], after=now, output_shapes=shapes)
@@ -132,11 +136,11 @@ def watched(
 
 @contextmanager
 def isolated_forward(root: nn.Module, *, evaluate: bool = False) -> Iterator[None]:
-    """Leave no trace of a forward: random numbers continue as if it had not run, and compiled code rests.
+    """Restore the states of random numbers after a forward, and run it without compiled code.
 
-    Code that `torch.compile` has made runs no hook, so what it was made from runs in its place. With
-    `evaluate`, every module is in eval mode and there are no gradients. The flag is set by itself: a
-    `train()` of the model's own may do more, such as merging adapters.
+    Code of `torch.compile` runs no hooks, so the code that it was compiled from runs. With `evaluate`, every
+    module is in eval mode inside the block, and there are no gradients. The flag `training` is set directly,
+    because `train()` of a model may do more, such as merging adapters.
     """
     numpy: Any = sys.modules.get("numpy.random")
     masters = [master for module in modules_of(root) for _, master, _ in entries(module)]

@@ -1,4 +1,4 @@
-"""The inputs of a forward that is run to look at a model: those that are given, or made up from shapes."""
+"""The inputs of a forward that is run to inspect a model: those that are given, or made up from shapes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dynswap_ext.errors import ConfigError
 from dynswap_ext.inspect._forward import tensors_in
 from dynswap_ext.inspect._model import computes_on, entries
 
-#: One shape or several, or one for each name.
+#: One shape, a sequence of shapes for positional inputs, or a mapping from names to shapes.
 Sizes = Sequence[Any] | Mapping[str, Sequence[int]]
 
 _FORMS: Final = (
@@ -29,11 +29,11 @@ _EXAMPLE: Final = (
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a forward is called with."""
+    """The arguments of a forward."""
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
-    #: They are made up from shapes, so an error may be theirs and not the model's.
+    #: Whether the inputs are made up from shapes, so that they may be the cause of an error.
     made_up: bool
 
     @classmethod
@@ -46,7 +46,7 @@ class Inputs:
         kwargs: Mapping[str, Any] | None,
         dtypes: Any,
     ) -> Inputs:
-        """Take those that are given to a function of this package, or make them up."""
+        """Return the inputs for options of `summary` or `memory_profile`: given, or made up from shapes."""
         if input_size is None:
             if dtypes is not None:
                 raise ConfigError("dtypes is for made-up inputs, and there is no input_size")
@@ -59,7 +59,7 @@ class Inputs:
         return cls(*arguments(made, kwargs, "input_size"), made_up=True)
 
     def run(self, root: nn.Module) -> None:
-        """Call the model with these inputs."""
+        """Call the model with these inputs. An error over made-up inputs gets a note that says so."""
         try:
             root(*self.args, **self.kwargs)
         except Exception as error:
@@ -73,7 +73,8 @@ def arguments(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return positional and keyword arguments from the inputs of a call, which were given as option `name`.
 
-    A list or tuple is the positional ones, a mapping keywords, None nothing, anything else the only argument.
+    A list or tuple has the positional arguments, a mapping has keyword arguments, None means no argument, and
+    anything else is the only argument.
     """
     if kwargs is not None and not isinstance(kwargs, Mapping):
         raise ConfigError(f"kwargs is a {type(kwargs).__name__}; expected a mapping of argument names")
@@ -94,9 +95,9 @@ def arguments(
 def _example_inputs(
     root: nn.Module, input_size: Any, dtypes: Any
 ) -> tuple[torch.Tensor, ...] | dict[Any, Any]:
-    """Make positional or keyword inputs of the given shapes, where the model computes.
+    """Make positional or keyword inputs of the given shapes, on the device where the model computes.
 
-    Ones, as a forward may divide by what it gets; zeros for integers, as those may be indices.
+    They hold ones, because a forward may divide by them, or zeros for integer dtypes, which may be indices.
     """
     if next(tensors_in(input_size), None) is not None:
         raise ConfigError("input_size has tensors; expected shapes. Inputs of your own are input_data=...")

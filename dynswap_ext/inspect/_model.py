@@ -1,4 +1,4 @@
-"""What a model is made of: its modules, their weights, and where each of those lives. Nothing is fetched."""
+"""Lists the modules of a model and their weights, with the place where each is. No weight is copied."""
 
 from __future__ import annotations
 
@@ -21,34 +21,38 @@ from dynswap_ext.errors import ConfigError
 
 @dataclass(frozen=True)
 class WeightLocation:
-    """One master, under one of its names."""
+    """One parameter or buffer of a model, under one of its names, and where it is."""
 
-    #: In the whole model, such as "layers.0.weight".
+    #: The name in the whole model, such as "layers.0.weight".
     name: str
-    #: None while a lazy module has not made it.
+    #: The shape; None for a parameter that a lazy module has not made yet.
     shape: tuple[int, ...] | None
+    #: The dtype as it is stored.
     dtype: torch.dtype
+    #: The number of elements; 0 if it is not made yet.
     elements: int
-    #: Of the master as it is stored; a quantised one's are those of its parts.
+    #: Bytes as they are stored; of a quantised tensor, those of its parts together.
     nbytes: int
-    #: A parameter, else a buffer.
+    #: Whether it is a parameter, not a buffer.
     is_parameter: bool
-    #: A parameter that requires a gradient.
+    #: Whether it is a parameter that requires a gradient.
     trainable: bool
-    #: The name under which the same master comes first; None if this is that name.
+    #: The name under which the same tensor comes first in the model; None if this is that name.
     tied_to: str | None
-    #: "RAM", "pinned RAM", "shared RAM", "file" (mapped from it), "device", "meta", or "not made yet".
+    #: "RAM", "pinned RAM", "shared RAM", "file" (mapped from a file), "device", "meta", or "not made yet".
     place: str
+    #: The device on which the tensor is stored.
     device: torch.device
-    #: What it is mapped from; None for other places, and for a file that is deleted or was replaced.
+    #: The file that it is mapped from; None for other places, and if the file was deleted or replaced.
     file: Path | None
-    #: None on a plain model. "resident", "streamed", "in place" (handed out itself), or "converted" (at each
-    #: access, by its `.to()`).
+    #: How an install serves accesses: "resident" (from a copy that stays on the device), "streamed" (it is
+    #: copied when it is needed), "in place" (the tensor itself), "converted" (by `.to()` at each access), or
+    #: "ignored" (the tensor itself, as `ignore=` asks). None on a plain model.
     served: str | None
 
     @property
     def lives(self) -> str:
-        """Place and service in words."""
+        """Words for the place, and for how accesses are served: "model.safetensors, streamed"."""
         place = self.place
         if place == "file":
             place = "file (gone)" if self.file is None else self.file.name
@@ -60,17 +64,17 @@ class WeightLocation:
 class Node(NamedTuple):
     """A place in a tree of modules. A module that is registered twice has two places."""
 
-    #: Dotted, "" for the root.
+    #: The path of the place, such as "layers.0"; "" for the root.
     path: str
-    #: 0 for the root.
+    #: The number of modules above it: 0 for the root.
     depth: int
     module: nn.Module
-    #: The path under which the module comes first, if this is a later one.
+    #: The path of the module's first place; None if this is the first.
     same_as: str | None
 
 
 def root_of(model: object) -> nn.Module:
-    """Return the module that was given, or the one that `torch.compile` has wrapped. Refuse anything else."""
+    """Return a module, or for a wrapper of `torch.compile` the module in it. Raise ConfigError for others."""
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
@@ -81,9 +85,9 @@ def root_of(model: object) -> nn.Module:
 
 
 def walk(root: nn.Module) -> list[Node]:
-    """List every place in the tree, parents before children, in the order of definition.
+    """Return every place in the tree, parents before children, in the order of definition.
 
-    A module's children are listed at its first place alone, so that a cycle ends.
+    A module's children are listed only at its first place, so that a cycle ends.
     """
     found: list[Node] = []
     first: dict[int, str] = {}
@@ -93,7 +97,7 @@ def walk(root: nn.Module) -> list[Node]:
         known = first.setdefault(id(module), path)
         again = known != path
         found.append(Node(path, depth, module, known if again else None))
-        if again or is_scripted(type(module)):  # a scripted one's modules live in C++, and take no hooks
+        if again or is_scripted(type(module)):  # modules in a scripted one are in C++, and take no hooks
             continue
         children = [(name, child) for name, child in module._modules.items() if child is not None]
         prefix = f"{path}." if path else ""
@@ -102,7 +106,10 @@ def walk(root: nn.Module) -> list[Node]:
 
 
 def entries(module: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
-    """Yield a module's own masters: name, tensor, whether it is a parameter. TorchScript's: all below it."""
+    """Yield name, tensor, and whether it is a parameter, of a module's own parameters and buffers.
+
+    Of a TorchScript module, those of the modules below it are included.
+    """
     if is_scripted(type(module)):
         yield from ((name, tensor, True) for name, tensor in module.named_parameters())
         yield from ((name, tensor, False) for name, tensor in module.named_buffers())
@@ -111,7 +118,7 @@ def entries(module: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
 
 
 def computes_on(root: nn.Module) -> torch.device:
-    """Return where a model computes: as installed, else where its first weight is, else the CPU."""
+    """Return the device of the model's install, else that of its first weight, else the CPU."""
     modules = modules_of(root)
     installed = (session.device for module in modules if (session := session_of(module)))
     masters = (master.device for module in modules for _, master, _ in entries(module))
@@ -119,8 +126,8 @@ def computes_on(root: nn.Module) -> torch.device:
 
 
 def weights_of(nodes: Iterable[Node]) -> dict[int, list[WeightLocation]]:
-    """Describe the weights of a tree as they are now: each module's own, by the module's id."""
-    first: dict[int, tuple[str, torch.Tensor]] = {}  # with the master, so that no other one gets its id
+    """Return the weights of a tree as they are now: each module's own, by the module's id."""
+    first: dict[int, tuple[str, torch.Tensor]] = {}  # has the master, so that its id stays its own
     mappings = FileMappings()
     found: dict[int, list[WeightLocation]] = {}
     for path, _, module, same_as in nodes:
@@ -164,4 +171,4 @@ def _place(master: torch.Tensor, mapping: Mapping | None) -> str:
             return "pinned RAM"
         return "shared RAM" if part.is_shared() else "RAM"  # type: ignore[no-untyped-call]
     except (NotImplementedError, RuntimeError):
-        return "RAM"  # a class that shows no address
+        return "RAM"  # a subclass of Tensor that has no address

@@ -18,60 +18,63 @@ from dynswap_ext._util.tables import Printable, facts_grid, plain_table, shape_t
 from dynswap_ext.errors import ConfigError
 from dynswap_ext.inspect._model import root_of
 
-#: Elements that are looked at in one piece, as float64.
+#: The most elements that are measured in one piece, as float64.
 _PIECE: Final = 1 << 22
-#: Names below the axis; more are thinned out.
+#: The most names below the axis; of more parameters, only some are named.
 _NAMES: Final = 60
-#: Characters of a name; a longer one loses its middle.
+#: The most characters of a name; a longer one loses its middle.
 _LETTERS: Final = 40
 
 
 @dataclass(frozen=True)
 class Gradient:
-    """The gradient of one parameter that requires one. Figures are those of absolute values."""
+    """Figures of the gradient of one parameter, by the absolute values of its elements."""
 
+    #: The name of the parameter.
     name: str
-    #: Of the parameter.
+    #: The shape of the parameter.
     shape: tuple[int, ...]
-    #: Of the gradient; None if there is none.
+    #: The dtype of the gradient; None if there is none.
     dtype: torch.dtype | None = None
-    #: The mean over all elements, those that a sparse gradient does not store included. NaN or infinite if an
-    #: element is; None without a gradient. So are the next two.
+    #: The mean over all elements, including those that a sparse gradient does not store. NaN or infinite if
+    #: an element is; None without a gradient.
     mean: float | None = None
+    #: The maximum. NaN or infinite if an element is; None without a gradient.
     max: float | None = None
-    #: Euclidean.
+    #: The Euclidean norm. NaN or infinite if an element is; None without a gradient.
     norm: float | None = None
-    #: Elements that are NaN, and that are infinite.
+    #: The number of elements that are NaN.
     nan: int = 0
+    #: The number of elements that are infinite.
     inf: int = 0
 
     @property
     def missing(self) -> bool:
-        """Whether there is no gradient."""
+        """Whether the parameter has no gradient."""
         return self.dtype is None
 
 
 @dataclass(frozen=True, repr=False)
 class GradientFlow(Printable):
-    """The result of `gradient_flow`. ``print`` it; rich prints it in colour."""
+    """The result of `gradient_flow`. ``print`` shows a table, rich a coloured one."""
 
-    #: Each parameter that requires a gradient, once, in the order of the layers.
+    #: The gradients of the parameters that require one, each once, in the order of the layers.
     gradients: tuple[Gradient, ...]
 
     def plot(self, path: str | PathLike[str], *, title: str = "Gradient flow") -> None:
-        """Draw mean and maximum of each parameter, on a logarithmic scale.
+        """Draw the mean and maximum of each parameter's gradient, on a logarithmic scale.
 
         Parameters
         ----------
         path : path-like
-            The picture; its suffix says the format (.png, .svg, .pdf). Written over if it exists.
+            The file, which is overwritten if it exists. Its suffix chooses the format (.png, .svg, .pdf).
         title : str
-            Over the picture.
+            The title of the picture.
 
         Raises
         ------
         ConfigError
-            matplotlib is missing (``pip install dynswap-ext[plot]``), or does not know the suffix.
+            matplotlib is not installed (``pip install dynswap-ext[plot]``), or does not support the format.
         """
         _draw(self.gradients, path, title)
 
@@ -85,29 +88,33 @@ class GradientFlow(Printable):
 
 @dataclass(frozen=True, repr=False)
 class GradientHealth(Printable):
-    """The result of `gradient_health`. ``print`` it; rich prints it in colour."""
+    """The result of `gradient_health`. ``print`` shows a table, rich a coloured one."""
 
-    #: Each parameter that requires a gradient, once, in the order of the layers.
+    #: The gradients of the parameters that require one, each once, in the order of the layers.
     gradients: tuple[Gradient, ...]
-    #: Norms below and above these are findings.
+    #: The norm below which a gradient is found vanishing.
     vanishing_below: float
+    #: The norm above which a gradient is found exploding.
     exploding_above: float
-    #: Names of parameters, by finding: without a gradient, with NaN or infinite elements, and with a norm
-    #: that is too small or too large.
+    #: Names of the parameters that have no gradient.
     missing: tuple[str, ...]
+    #: Names of the parameters whose gradients have NaN elements.
     nan: tuple[str, ...]
+    #: Names of the parameters whose gradients have infinite elements.
     inf: tuple[str, ...]
+    #: Names of the parameters whose gradients have a norm below `vanishing_below`.
     vanishing: tuple[str, ...]
+    #: Names of the parameters whose gradients have a finite norm above `exploding_above`.
     exploding: tuple[str, ...]
 
     @property
     def healthy(self) -> bool:
-        """Whether there is no finding."""
+        """Whether no gradient is missing, NaN, infinite, vanishing or exploding."""
         return not self._findings()
 
     @property
     def total_norm(self) -> float:
-        """The norm of all gradients together, as `torch.nn.utils.clip_grad_norm_` measures it."""
+        """The Euclidean norm of all gradients together, like that of `torch.nn.utils.clip_grad_norm_`."""
         return math.hypot(*(g.norm for g in self.gradients if g.norm is not None))
 
     def __repr__(self) -> str:
@@ -137,25 +144,26 @@ class GradientHealth(Printable):
 
 
 def gradient_flow(model: nn.Module) -> GradientFlow:
-    """Return mean and maximum of each parameter's gradient, in the order of the layers.
+    """Return the mean and maximum of each parameter's gradient, in the order of the layers.
 
-    Looks at what a backward pass has left in `.grad`; runs nothing. An installed model's gradients are on its
-    masters, and these are looked at. Gradients under a loss scale are the scaled ones.
+    It reads what a backward pass has left in `.grad` (for an installed model, that of the parameters which
+    the model owns), and runs nothing. With a loss scale, the gradients are the scaled ones.
 
     Parameters
     ----------
     model : torch.nn.Module
-        Plain or installed, after `backward()`.
+        The model, plain or installed, after `backward()`.
 
     Returns
     -------
     GradientFlow
-        Data; ``print`` shows a table, `plot` draws it. A parameter without a gradient has None.
+        The figures. ``print`` shows a table, `plot` draws it. Those of a parameter without a gradient are
+        None.
 
     Raises
     ------
     ConfigError
-        `model` is no module, no parameter of it requires a gradient, or none has one.
+        `model` is no module, none of its parameters requires a gradient, or none has a gradient.
     """
     found = _gradients_of(model)
     if all(gradient.missing for gradient in found):
@@ -167,30 +175,30 @@ def gradient_flow(model: nn.Module) -> GradientFlow:
 
 
 def gradient_health(model: nn.Module, *, vanishing: float = 1e-7, exploding: float = 1e3) -> GradientHealth:
-    """Return norm, NaN and infinite elements of each parameter's gradient, and which are unhealthy.
+    """Return the norm of each parameter's gradient, and which of them are missing or unhealthy.
 
-    Looks at the same gradients as `gradient_flow` (of an installed model, on its masters), and runs nothing.
-    Gradients under a loss scale are the scaled ones.
+    It reads what a backward pass has left in `.grad` (for an installed model, that of the parameters which
+    the model owns), and runs nothing. With a loss scale, the gradients are the scaled ones.
 
     Parameters
     ----------
     model : torch.nn.Module
-        Plain or installed, after `backward()`. Before it, all gradients are found missing.
+        The model, plain or installed, after `backward()`. Before it, all gradients are missing.
     vanishing : float
-        A Euclidean norm below this is a finding; so is 0, unless this is 0.
+        A gradient with a Euclidean norm below this is vanishing. 0 finds none.
     exploding : float
-        A Euclidean norm above this is a finding.
+        A gradient with a Euclidean norm above this is exploding.
 
     Returns
     -------
     GradientHealth
-        Data; ``print`` shows a table.
+        The figures. ``print`` shows a table.
 
     Raises
     ------
     ConfigError
-        `model` is no module, no parameter of it requires a gradient, or the thresholds are not numbers with
-        0 <= vanishing < exploding.
+        `model` is no module, none of its parameters requires a gradient, or the thresholds are not numbers
+        with 0 <= vanishing < exploding.
     """
     for threshold in (vanishing, exploding):
         if isinstance(threshold, bool) or not isinstance(threshold, (int, float)):
@@ -218,7 +226,7 @@ def _figure(value: float | None) -> str:
 
 
 def _gradients_of(model: nn.Module) -> tuple[Gradient, ...]:
-    """Return figures of each parameter that requires a gradient; of an installed model, of its masters."""
+    """Return figures of the gradient of each parameter that requires one."""
     masters = root_of(model).named_parameters()
     found = tuple(_gradient(name, master) for name, master in masters if master.requires_grad)
     if not found:
@@ -227,9 +235,9 @@ def _gradients_of(model: nn.Module) -> tuple[Gradient, ...]:
 
 
 def _gradient(name: str, parameter: torch.Tensor) -> Gradient:
-    """Measure a gradient a piece at a time, so that no copy of a large one is made.
+    """Measure a gradient in pieces, so that no copy of a large one is made.
 
-    In float64, so that squares neither overflow nor vanish.
+    The figures are computed in float64, so that squares neither overflow nor vanish.
     """
     if isinstance(parameter, UninitializedTensorMixin):
         return Gradient(name, ())
@@ -244,7 +252,7 @@ def _gradient(name: str, parameter: torch.Tensor) -> Gradient:
         sizes = (piece.abs() if piece.is_complex() else piece).double().abs()
         sums = (sizes.sum(), sizes.square().sum(), sizes.isnan().sum(), sizes.isinf().sum())
         figures.append(torch.stack([*sums, sizes.max()]))
-    # One transfer, and so one wait, from an accelerator.
+    # A single transfer from an accelerator, and so a single wait.
     totals, squares, nans, infs, maxima = zip(*torch.stack(figures).tolist(), strict=True)
     return Gradient(
         name=name,
@@ -259,24 +267,24 @@ def _gradient(name: str, parameter: torch.Tensor) -> Gradient:
 
 
 def _draw(gradients: Sequence[Gradient], path: str | PathLike[str], title: str) -> None:
-    """Draw mean and maximum of each gradient, from one parameter to thousands, and mark what has neither."""
+    """Draw the mean and maximum of each gradient, and mark those that are missing, all zero or not finite."""
     count = len(gradients)
     names = [shortened(gradient.name, _LETTERS) for gradient in gradients]
     width = min(20.0, max(6.0, 2.5 + 0.24 * min(count, _NAMES)))
-    drawn = new_picture(width, 4.5 + 0.07 * max(map(len, names)))  # as much below the axes as the names take
+    drawn = new_picture(width, 4.5 + 0.07 * max(map(len, names)))  # with room for the names below the axes
     axes = drawn.subplots()
     style(axes)
-    # The maximum broader and below, so that it shows where both are the same.
+    # The line of the maximum is broader, and is drawn first, so that it is seen where both are the same.
     maxima, means = [_on_scale(g.max) for g in gradients], [_on_scale(g.mean) for g in gradients]
     dot = 7.0 if count <= _NAMES else 4.0
     axes.plot(maxima, "o-", color=ORANGE, label="maximum", linewidth=2.6, markersize=dot)
     axes.plot(means, "o-", color=BLUE, label="mean", linewidth=1.2, markersize=dot / 2)
     axes.set_yscale("log")
     if all(map(math.isnan, (*maxima, *means))):
-        axes.set_ylim(1e-8, 1.0)  # nothing else says what to show
+        axes.set_ylim(1e-8, 1.0)  # there is no value to choose the limits by
     axes.margins(y=0.1)  # room for the marks
     axes.set_xlim(-0.5, count - 0.5)
-    marks = (  # at a height of the axes, whatever their scale
+    marks = (  # the numbers are heights in the axes, from 0 to 1
         ("no gradient", "x", GREY, 0.02, [g.missing for g in gradients]),
         ("all zero", "v", BLACK, 0.05, [g.max == 0 for g in gradients]),
         ("NaN or infinite", "X", RED, 0.98, [bool(g.nan or g.inf) for g in gradients]),
@@ -293,10 +301,10 @@ def _draw(gradients: Sequence[Gradient], path: str | PathLike[str], title: str) 
     axes.set_xlabel(f"{count} parameters in the order of the layers{each}")
     axes.set_ylabel("absolute value of the gradient")
     axes.set_title(title)
-    drawn.legend(loc="outside upper right", ncols=5, frameon=False, fontsize=9)  # where no curve is
+    drawn.legend(loc="outside upper right", ncols=5, frameon=False, fontsize=9)  # hides no curve there
     save(drawn, path)
 
 
 def _on_scale(value: float | None) -> float:
-    """Return a value that a logarithmic axis has a place for, else a gap."""
+    """Return a value as a logarithmic axis takes it: NaN, which leaves a gap, unless it is above zero."""
     return value if value is not None and math.isfinite(value) and value > 0 else math.nan

@@ -1,4 +1,4 @@
-"""What each layer's call takes and leaves in memory."""
+"""Measures the memory that each call of a module takes and leaves."""
 
 from __future__ import annotations
 
@@ -28,17 +28,20 @@ from dynswap_ext.inspect._model import Node, computes_on, root_of, walk, weights
 
 @dataclass(frozen=True, repr=False)
 class MemoryProfile(Printable):
-    """The result of `memory_profile`. ``print`` it; rich prints it in colour."""
+    """The result of `memory_profile`. ``print`` shows a table, rich a coloured one."""
 
-    #: In the order in which they began.
+    #: The calls of modules, in the order in which they began.
     calls: tuple[Call, ...]
+    #: The device whose memory was measured.
     device: torch.device
-    #: "torch.cuda", "torch.xpu" and so on (the statistics of torch's allocator there), or "storages".
+    #: How it was measured: "torch.cuda", "torch.xpu" and so on stand for the statistics of torch's allocator
+    #: there, "storages" for the sizes of the tensors that operations made.
     measured: str
-    #: Bytes on the device before the forward: all that torch's allocator had given out, or, for "storages",
-    #: the inputs and the weights (of an install: the arena, residents, and masters that are in place).
+    #: Bytes on the device before the forward: all that torch's allocator had given out or, for "storages",
+    #: the inputs and the weights (of an install: the device memory of its plan, and weights that are used
+    #: where they are).
     base_bytes: int
-    #: Paths of modules that were not called, and nothing in them.
+    #: Paths of the modules that were not called, and in which no module was called.
     not_called: tuple[str, ...]
 
     @property
@@ -47,7 +50,10 @@ class MemoryProfile(Printable):
         return max((call.peak for call in self.calls), default=0)
 
     def largest(self, count: int = 10) -> tuple[Call, ...]:
-        """The calls that needed most for themselves, of modules that called none inside, largest first."""
+        """Return the calls that needed most memory for themselves, largest first.
+
+        Calls inside which other modules were called are left out.
+        """
         next_depths = [*(call.depth for call in self.calls[1:]), 0]
         pairs = zip(self.calls, next_depths, strict=True)
         leaves = [call for call, next_depth in pairs if next_depth <= call.depth]
@@ -83,26 +89,26 @@ def memory_profile(
     dtypes: torch.dtype | Sequence[torch.dtype] | Mapping[str, torch.dtype] | None = None,
     device: torch.device | str | None = None,
 ) -> MemoryProfile:
-    """Run one forward, and measure live memory around each call of a module.
+    """Run one forward, and measure the live memory before, in and after each call of a module.
 
     The forward runs in the modes that the model and the caller are in: train or eval, with gradients or
-    without (then nothing is saved for backward). Random numbers and every hook are as before when this
-    returns or raises. An installed model counts that forward as any other.
+    without (then nothing is saved for backward). Random numbers and hooks are as before when this returns or
+    raises. The statistics of an installed model count the forward.
 
     Parameters
     ----------
     model : torch.nn.Module
-        Plain or installed. One that `torch.compile` made is run as the model that it was made from.
+        The model, plain or installed. For a result of `torch.compile`, the model that was compiled is run.
     input_size, input_data, kwargs, dtypes : optional
-        What the forward is called with, as for `summary`. A batch of keywords is ``input_data=batch``.
+        The inputs of the forward, as for `summary`. A batch of keyword arguments is ``input_data=batch``.
     device : torch.device or str, optional
-        What to measure. Default: where the model computes. With a model and inputs on the meta device, what
-        it would take is told without memory, by the operations that torch has for that device.
+        The device whose memory is measured. Default: the device on which the model computes. With a model and
+        inputs on the meta device, this tells the memory that the forward would take, and takes none.
 
     Returns
     -------
     MemoryProfile
-        A row for each call, so several for a module that is called again.
+        It has one row for each call, so several for a module that is called several times.
 
     Raises
     ------
@@ -111,16 +117,15 @@ def memory_profile(
 
     Notes
     -----
-    Whatever the forward raises is passed on.
+    Errors of the forward are passed on.
 
-    On an accelerator these are the statistics of torch's allocator: scratch inside operations is in them,
-    sizes are rounded up to 512 bytes, and so is what other threads allocate; its peak statistics are reset.
-    Elsewhere they are exact bytes of the storages that operations make, without scratch inside an operation;
-    the resident size of the process would be neither exact nor a layer's (see Note [What is measured on a
-    CPU]).
+    On an accelerator the figures are those of torch's allocator. Temporary memory inside operations and
+    allocations of other threads are in them, and sizes are rounded up to 512 bytes. The allocator's peak
+    statistics are reset. Elsewhere the figures are the exact bytes of the storages that operations make,
+    without temporary memory inside an operation. Note [What is measured on a CPU] says why.
 
-    Of an installed model, streamed weights pass through the arena, which is in `base_bytes`. The pure-Python
-    provider makes a tensor for each, and on the CPU they count in the layer that they are made for.
+    Weights that are streamed to an installed model pass through memory that is in `base_bytes`. The
+    pure-Python provider makes a tensor for each of them, and on the CPU it counts in the call that uses it.
     """
     root = root_of(model)
     inputs = Inputs.of(root, input_size=input_size, input_data=input_data, kwargs=kwargs, dtypes=dtypes)
@@ -156,7 +161,7 @@ def _device(given: torch.device | str) -> torch.device:
 
 
 def _bytes_before(nodes: Sequence[Node], given: Any, device: torch.device) -> int:
-    """Return the bytes of the weights and the inputs that are on the device."""
+    """Return the bytes of the weights, the inputs and the plans of installs that are on the device."""
     sessions = {session for node in nodes if (session := session_of(node.module))}
     plans = [session.stats() for session in sessions if session.device == device]
     masters = [
@@ -171,15 +176,15 @@ def _bytes_before(nodes: Sequence[Node], given: Any, device: torch.device) -> in
 
 
 def _storages_in(value: Any, device: torch.device) -> dict[int, torch.UntypedStorage]:
-    """Return the storages, by identity, of a value's tensors that are on the device."""
+    """Return the storages of those tensors in a value that are on the device, by the storage's identity."""
     tensors = [tensor for tensor in tensors_in(value) if tensor.device == device]
     return {storage._cdata: storage for tensor in tensors for storage in storages_of(tensor)}
 
 
 def _allocated_over(base: int, device: torch.device) -> Callable[[], tuple[int, int]]:
-    """Return what reads the bytes that torch's allocator has given out over a base, and their peak.
+    """Return a function that reads the bytes that torch's allocator has given out, and their peak.
 
-    The peak is the one since the last reading. Memory of every thread counts.
+    Both are counted over `base`. The peak is that since the last reading. Memory of all threads counts.
     """
     memory = DeviceMemory(device)
 
@@ -192,49 +197,50 @@ def _allocated_over(base: int, device: torch.device) -> Callable[[], tuple[int, 
     return read
 
 
-# Note [What is measured on a CPU]: the resident size of the process says little about a layer: the heap keeps
-# freed pages and hands them out again, and other threads, mapped checkpoints and the libraries' own pools are
-# in it. What can be told exactly is which tensors there are. Every operation passes the dispatcher, so a mode
-# there sees each storage that one makes; a weak reference to the storage tells when its last holder, be it
-# Python, a view or an autograd graph, lets it go. That is exact to the byte, the same on every run, and works
-# on any device, the meta device too. It does not see what an operation takes and gives back inside itself
-# (scratch of a convolution), nor what is allocated behind torch's back.
+# Note [What is measured on a CPU]: the resident size of the process says little about a layer. The heap keeps
+# freed pages and hands them out again, and other threads, mapped checkpoints and the pools of libraries are
+# in it. So the storages of tensors are counted. Every operation passes torch's dispatcher, where a mode sees
+# each storage that an operation makes. A weak reference to the storage tells when its last user, be it
+# Python, a view or an autograd graph, has released it. This is exact to the byte, the same on every run, and
+# works on any device, the meta device too. It does not see memory that an operation takes and gives back
+# itself, such as temporary memory of a convolution, nor memory that is not allocated through torch.
 
 
 class _LiveBytes(SeesInstalls):
     """Counts bytes of the live storages on a device that operations of this thread have made."""
 
-    # Flex attention and its like are operations to this mode.
+    # Flex attention and other higher-order operators are single operations for this mode.
     supports_higher_order_operators = True
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._device = device
         self._sizes: dict[int, int] = {}
-        # Weak: a handed-out tensor's lease ends with its storage, and a measure must not hold it.
+        # Weak references, so that storages end as without the mode: a handed-out tensor's storage keeps its
+        # place on the device.
         self._watched: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._current = 0
         self._peak = 0
 
     def read(self) -> tuple[int, int]:
-        """Return the bytes at this moment, and the most since this was asked last."""
+        """Return the live bytes now, and the most since this was called last."""
         peak, self._peak = self._peak, self._current
         return self._current, peak
 
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Run the operation, and look at what it returns."""
+        """Run an operation, and count the storages that are new in its result."""
         keywords = kwargs or {}
         output = func(*args, **keywords)
-        # What an operation was given was there before, and so were weights that an install hands out.
+        # Storages of arguments were there before. Among them are those of weights of an install.
         given = _storages_in((args, keywords), self._device)
         for key, storage in _storages_in(output, self._device).items():
             if key not in self._sizes:
                 if key in given:
                     continue
                 self._watched[key] = weakref.ref(storage, partial(self._forget, key))
-            size = storage.nbytes()  # may have changed, as `resize_` and `out=` do
+            size = storage.nbytes()  # which `resize_` and `out=` may change
             self._current += size - self._sizes.get(key, 0)
             self._sizes[key] = size
             self._peak = max(self._peak, self._current)

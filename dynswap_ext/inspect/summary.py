@@ -1,4 +1,4 @@
-"""The layers of a model: shapes, parameters, bytes, and where each weight lives."""
+"""Summarises the layers of a model: shapes, parameters, bytes, and where each weight is."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from dynswap_ext.inspect._forward import Call, Shapes, isolated_forward, watched
 from dynswap_ext.inspect._inputs import Inputs, Sizes
 from dynswap_ext.inspect._model import WeightLocation, computes_on, root_of, walk, weights_of
 
-#: Places that a row names before it only counts them.
+#: The most places of weights that a row names; it only counts the others.
 _NAMED: Final = 2
-#: The cell of a row, by which of its parameters are trainable.
+#: The text of the cell "trains", by the values that `trainable` has among the parameters of a row.
 _TRAINS: Final[Mapping[tuple[bool, ...], str]] = {
     (): "",
     (False,): "no",
@@ -35,10 +35,11 @@ _TRAINS: Final[Mapping[tuple[bool, ...], str]] = {
 class Layer:
     """A module at one place of the tree."""
 
-    #: Dotted, "" for the model itself.
+    #: The path of the place, such as "layers.0"; "" for the model itself.
     path: str
+    #: The name of the module's class; for an installed module, that of its own class.
     class_name: str
-    #: 0 for the model itself.
+    #: The number of modules above it: 0 for the model itself.
     depth: int
     #: Shapes of the inputs of the first call, one per tensor; None without a call.
     input_shapes: Shapes | None
@@ -55,19 +56,19 @@ class Layer:
     trainable_parameters: int
     #: Bytes of all parameters and buffers in the module and its children, each counted once.
     nbytes: int
-    #: The path where the same module comes first, if it is registered more than once.
+    #: The path where the same module comes first; None if this is that place.
     same_as: str | None
 
 
 @dataclass(frozen=True, repr=False)
 class Summary(Printable):
-    """The result of `summary`. ``print`` it; rich prints it in colour."""
+    """The result of `summary`. ``print`` shows a table, rich a coloured one."""
 
     #: Every place of the tree, parents before children, in the order of definition.
     layers: tuple[Layer, ...]
-    #: How deep the printed table goes; None for all of it.
+    #: The largest `Layer.depth` in the printed table; None for all layers.
     depth: int | None
-    #: Where the model computes.
+    #: The device on which the model computes.
     device: torch.device
     #: Elements of all parameters; shared ones count once.
     total_parameters: int
@@ -83,12 +84,12 @@ class Summary(Printable):
 
     @property
     def weights(self) -> tuple[WeightLocation, ...]:
-        """Every parameter and buffer under every name, in the order of the layers."""
+        """Every parameter and buffer, under each of its names if it is shared, in the order of the layers."""
         return tuple(weight for layer in self.layers if layer.same_as is None for weight in layer.weights)
 
     @property
     def frozen_parameters(self) -> int:
-        """Elements of parameters that require no gradient."""
+        """Elements of the parameters that require no gradient; shared ones count once."""
         return self.total_parameters - self.trainable_parameters
 
     def __repr__(self) -> str:
@@ -124,10 +125,10 @@ class Summary(Printable):
         end = index + 1
         while end < len(self.layers) and self.layers[end].depth > layer.depth:
             end += 1
-        under = self.layers[index:end]  # the layer, and those below it
+        under = self.layers[index:end]  # the layer, and all in it
         closed = len(under) == 1 or layer.depth == self.depth
         weights = [weight for part in (under if closed else under[:1]) for weight in part.weights]
-        if layer.same_as is not None:  # they are listed where it comes first
+        if layer.same_as is not None:  # its weights are listed at its first place
             weights = []
         last_name = f"{layer.path.rpartition('.')[2]}: " if layer.path else ""
         parameters, size = _amounts(layer, weights)
@@ -144,7 +145,7 @@ class Summary(Printable):
 
 
 def _places(weights: Sequence[WeightLocation]) -> list[str]:
-    """Return where weights live; of several places, each with its bytes, the largest first."""
+    """Return the places where weights are; if there are several, each with its bytes, the largest first."""
     sizes: Counter[str] = Counter()
     for weight in {weight.tied_to or weight.name: weight for weight in weights}.values():
         if weight.shape is not None:
@@ -155,7 +156,7 @@ def _places(weights: Sequence[WeightLocation]) -> list[str]:
 
 
 def _output(layer: Layer, called: bool) -> str:
-    """Return the cell of a layer's outputs; `called` says whether it, or one below it, was called."""
+    """Return the cell of a layer's outputs. `called` tells if the layer, or one in it, was called."""
     if layer.same_as is not None or layer.calls is None:
         return ""
     if not layer.calls:
@@ -165,7 +166,7 @@ def _output(layer: Layer, called: bool) -> str:
 
 
 def _amounts(layer: Layer, weights: Sequence[WeightLocation]) -> tuple[str, str]:
-    """Return the cells of a row's parameters and bytes."""
+    """Return the cells "parameters" and "bytes" of a row."""
     if layer.same_as is not None:
         return f"(as {layer.same_as or 'the model'})", ""
     if not weights:
@@ -191,35 +192,36 @@ def summary(
     dtypes: torch.dtype | Sequence[torch.dtype] | Mapping[str, torch.dtype] | None = None,
     depth: int | None = 3,
 ) -> Summary:
-    """Summarise a model, plain or installed, also one on the meta device.
+    """Summarise the layers of a model, plain or installed, also of one on the meta device.
 
-    With an input, one forward is run in eval mode and without gradients to learn the shapes; without one,
-    nothing is run and nothing is read. Random numbers, each module's mode and every hook are as before when
-    this returns or raises. An installed model counts that forward as any other.
+    If inputs are given, one forward is run in eval mode and without gradients to learn the shapes. Otherwise
+    nothing is run and no weight is read. Random numbers, modes of modules and hooks are as before when this
+    returns or raises. The statistics of an installed model count the forward.
 
     Parameters
     ----------
     model : torch.nn.Module, or a pipeline, list, tuple or dict of modules
-        Of several, no input can be given. One that `torch.compile` made is looked into as the model that it
-        was made from.
+        The model. Inputs can be given for a single module only. For a result of `torch.compile`, the model
+        that was compiled is summarised.
     input_size : sequence of int, sequence of those, or mapping from names to those, optional
         Shapes of made-up inputs, batch dimension included: ``(1, 3, 224, 224)``; ``[(1, 8), (1, 8, 16)]`` for
-        two positional ones; ``{"tokens": (1, 8)}`` for keywords. They hold ones, zeros if the dtype is an
-        integer one, where the model computes.
+        two positional arguments; ``{"tokens": (1, 8)}`` for keyword arguments. The inputs are made on the
+        device where the model computes. They hold ones, or zeros for an integer dtype.
     input_data : optional
-        Inputs of your own in their place. A tuple or list: the positional arguments; a mapping: keyword
-        arguments; anything else: the only argument. They are passed on as they are, and not moved.
+        Inputs of your own. A tuple or list has the positional arguments, a mapping has keyword arguments, and
+        anything else is the only argument. They are passed on as they are, and not moved.
     kwargs : mapping, optional
         More keyword arguments for the forward.
     dtypes : torch.dtype, sequence or mapping of those, optional
-        Of the made-up inputs, all or each. Default: the dtype in which the model computes.
+        The dtype of all made-up inputs, or of each. Default: the dtype in which the model computes.
     depth : int or None
-        How deep the printed table goes; the root is at 0. None: all of it. The data is always whole.
+        The number of levels below the model that the printed table has; None for all. `Summary.layers` always
+        has all of them.
 
     Returns
     -------
     Summary
-        Data; ``print`` shows a table.
+        The figures. ``print`` shows a table.
 
     Raises
     ------
@@ -229,11 +231,11 @@ def summary(
 
     Notes
     -----
-    Whatever the forward raises is passed on.
+    Errors of the forward are passed on.
 
-    Lazy modules are made real by the forward, as by any first one; without an input their weights have no
-    shape yet. Modules that TorchScript has compiled take no hooks, and show no shapes. Hooks keep torch from
-    the fused path of its transformer layers, so that their parts are seen.
+    The forward initialises lazy modules, as any first forward does; without it, their weights have no shape
+    yet. Modules that TorchScript has compiled take no hooks, so their shapes are not shown. While hooks are
+    on them, torch's transformer layers do not take their fused path, so their parts are shown.
     """
     root = root_of(as_tree(model))
     if depth is not None and (not isinstance(depth, int) or isinstance(depth, bool) or depth < 0):
@@ -247,7 +249,7 @@ def summary(
 
 
 def _describe(root: nn.Module, calls: Sequence[Call] | None, depth: int | None) -> Summary:
-    nodes = walk(root)  # after the forward: lazy modules have become others
+    nodes = walk(root)  # again after the forward, which gives lazy modules their weights
     own = weights_of(nodes)
     once = [weight for weights in own.values() for weight in weights if weight.tied_to is None]
     bytes_by_place: Counter[str] = Counter()
