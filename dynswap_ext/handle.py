@@ -204,8 +204,8 @@ class Handle:
         -------
         dynswap_ext.profile.report.Report
             It comes from counters that are always kept, and covers everything since the install, or since
-            `reset_stats`. Only times on an accelerator are those of the latest recording (`record`). Works
-            after an uninstall too.
+            `reset_stats`. Only copy times and waits on an accelerator are those of the latest recording
+            (`record`). Works after an uninstall too.
         """
         install, options = self._install, self._install.options
         stats, rows = self.stats(), figures_of(install.session)

@@ -1,1 +1,1 @@
-"""Profiling of an install: counters, the report, recordings, traces and timelines."""
+"""Figures of an install: counters, the report, recordings, traces and timelines."""

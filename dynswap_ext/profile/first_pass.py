@@ -1,7 +1,7 @@
 """Shows the progress of the first pass of an install.
 
-A thread reads counters some times a second, so that accesses cost what they always do. It ends with the pass,
-once every group has arrived, or with the install.
+A thread reads the counters several times a second, so that accesses cost no more than without it. It ends
+with the pass, once every group of weights has arrived, or with the install.
 """
 
 from __future__ import annotations
@@ -19,14 +19,16 @@ from dynswap_ext._swap.protocol import Session
 from dynswap_ext._swap.state import session_of
 from dynswap_ext._util.progress import ProgressOption, shown
 
+#: Seconds between readings.
 _INTERVAL_S: Final = 0.1
-#: A pass without a module's call (in a compiled graph, say) is over after this time without an access.
+#: The pass is over if for so many seconds no weight was accessed and no module was being called. (A compiled
+#: graph calls no module.)
 _QUIET_S: Final = 1.0
 _CALL: Final = nn.Module._call_impl.__code__
 
 
 class FirstPass:
-    """Watches a session until all its groups have been used once, or it serves no module any more."""
+    """Shows the progress of a session's first pass, until all groups of weights have arrived."""
 
     def __init__(self, session: Session, lives: Callable[[], bool], progress: ProgressOption) -> None:
         self._session, self._lives, self._progress = session, lives, progress
@@ -35,10 +37,10 @@ class FirstPass:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop showing progress; the thread has ended when this returns."""
+        """Stop showing progress, and wait for the thread to end, for at most 10 seconds."""
         self._over.set()
         if self._thread is not threading.current_thread():
-            # With a limit: the function that the thread calls may itself wait for this one.
+            # Without a limit this could wait forever: the user's function may wait for the calling thread.
             self._thread.join(timeout=10)
 
     def _watch(self) -> None:
@@ -60,7 +62,7 @@ class FirstPass:
                     before, last = now, time.monotonic()
 
     def _gone(self) -> bool:
-        """Wait for a moment, and return whether there is nothing left to watch, or for anyone to see."""
+        """Wait for the next reading, and return whether the install or the program has ended."""
         stopped = self._over.wait(_INTERVAL_S)
         return stopped or not self._lives() or not threading.main_thread().is_alive()
 

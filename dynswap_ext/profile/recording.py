@@ -1,4 +1,4 @@
-"""Figures of groups and spans of time, as values; and the context that records them."""
+"""Figures of groups of weights, recordings of copies and waits, and the context that makes a recording."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 from dynswap_ext._swap.protocol import Session
 from dynswap_ext.errors import ConfigError
 
-#: The causes of a stall, each with what the consumer waited for.
+#: The causes of a stall (a wait for weights), each with what was waited for.
 CAUSES: Final = {
     "first use": "weights that had never been copied before",
     "bus-bound": "the bus, which was busy with other copies",
@@ -26,21 +26,22 @@ CAUSES: Final = {
 
 @dataclass(frozen=True)
 class GroupFigures:
-    """Figures of one group of weights, counted so far. Times are nanoseconds.
+    """Figures of one group of weights, which travel in one copy. Times are in nanoseconds.
 
-    With the pure-Python provider every weight is a group of its own.
+    Counters cover everything since the install, or since `Handle.reset_stats`. On an accelerator, times are
+    those of the latest recording. With the pure-Python provider every weight is a group of its own.
     """
 
     #: Names of the group's weights, as ``named_parameters()`` and ``named_buffers()`` have them.
     names: tuple[str, ...]
     #: Bytes of the group on the device.
     bytes: int
-    #: Where the group's masters are: "pinned RAM", "RAM" or "file" ("RAM" once most of the mapped file has
-    #: been written to, as by an optimizer), or "device" if they are there already, and are cast.
+    #: Where the group's masters are: "pinned RAM", "RAM", "file", or "device" if they are there already and
+    #: are cast. A mapped file counts as "RAM" once most of it was written to, by an optimizer for example.
     source: str
     #: Whether the group stays on the device.
     resident: bool
-    #: Whether the group is of an expert. Experts have no fixed order, and those that are used most stay.
+    #: Whether the group is of an expert. Experts have no fixed order, and those used most stay on the device.
     by_use: bool
     #: How often the group was on the device, or on its way, when it was needed.
     hits: int
@@ -52,19 +53,20 @@ class GroupFigures:
     copies: int
     #: Bytes that the copies of the group have read from masters.
     bytes_moved: int
-    #: How long the copies of the group took; None where the backend does not know (CUDA, while nothing is
-    #: recorded).
+    #: How long the copies of the group took; None if they were not timed (on an accelerator, copies outside
+    #: a recording).
     copy_ns: int | None
     #: How long the model waited for the group.
     stall_ns: int
-    #: How long the model waited for the group, by cause (`CAUSES`).
+    #: How long the model waited for the group, by cause. `CAUSES` explains them.
     causes: Mapping[str, int]
-    #: The weight whose handed-out tensor held the slot that this group waited for, the last time; or "".
+    #: The weight of which the program kept a tensor, so that this group had no place on the device when it
+    #: was needed last; empty if there was none.
     held_by: str
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> GroupFigures:
-        """Build from the values that a session has for one group; a missing one is an error."""
+        """Return the figures of a group from the values that a session has for it."""
         causes = {cause: ns for cause, ns in given["causes"].items() if ns}
         derived = {"names": tuple(given["names"]), "causes": causes, "stall_ns": sum(causes.values())}
         return cls(**{**given, **derived})
@@ -75,41 +77,47 @@ class Lane(NamedTuple):
 
     #: "copy", "copy 2" and so on; or "wait" or "compute" of one thread.
     kind: str
-    #: The thread's name; empty for copies.
+    #: The name of the thread; empty for copies.
     thread: str
+    #: The spans, in the order in which they began.
     spans: list[Span]
 
 
 class Span(NamedTuple):
-    """One thing that took time, in nanoseconds of ``time.monotonic_ns``."""
+    """One event of a recording. Times are those of ``time.monotonic_ns``."""
 
-    #: "copy", "wait", "use" (of a group, from `begin` on; its `end` is its `begin`), or "pass" (as "use").
+    #: "copy" and "wait" take time. "use" (a thread uses a group from now on) and "pass" (a pass begins) are
+    #: moments: they end when they begin.
     kind: str
     #: An index into the recording's groups; -1 for a pass.
     group: int
+    #: The time when it began.
     begin: int
+    #: The time when it ended.
     end: int
     #: For a copy "demanded" or "prefetched", for a wait its cause.
     detail: str
     #: For a copy the bytes copied; for a use the bytes held on the device at that time.
     bytes: int
-    #: The id of the consumer's thread; 0 for a copy.
+    #: The id of the thread that uses the group; 0 for a copy.
     thread: int
 
 
 @dataclass(frozen=True)
 class Recording:
-    """The copies, waits and uses of one recording."""
+    """The copies, waits and uses of weights while a block ran."""
 
+    #: The groups of weights, with their figures at the end.
     groups: tuple[GroupFigures, ...]
-    #: In the order in which they began.
+    #: What was recorded, in the order in which it began.
     spans: tuple[Span, ...]
-    #: Spans that did not fit.
+    #: The number of spans for which there was no room.
     dropped: int
-    #: When it began and ended, as ``time.monotonic_ns`` has it.
+    #: The time of ``time.monotonic_ns`` when the recording began.
     begin: int
+    #: The time of ``time.monotonic_ns`` when the recording ended.
     end: int
-    #: To be added to those times, for nanoseconds since 1970.
+    #: The time since 1970 in nanoseconds is a time of ``time.monotonic_ns`` plus this.
     to_unix_ns: int
     #: The names of the threads, by the ids that the spans have.
     threads: Mapping[int, str]
@@ -119,7 +127,7 @@ class Recording:
         return (span for span in self.spans if span.kind in kinds)
 
     def compute(self) -> Iterator[Span]:
-        """Yield spans from each use to the thread's next use or wait: the compute that used the group."""
+        """Yield a span of compute from each use of a group to the thread's next wait or use of another."""
         running: dict[int, Span] = {}
         for span in self.spans:
             if span.kind == "copy":
@@ -137,7 +145,7 @@ class Recording:
             yield before._replace(kind="compute", end=max(before.begin, last))
 
     def lanes(self) -> list[Lane]:
-        """Return copies in as few lanes as possible, and each thread's waits and compute."""
+        """Return lanes of copies, as few as possible, and for each thread a lane of waits and of compute."""
         copies: list[list[Span]] = [[]]
         for span in self.of("copy"):
             free = next((lane for lane in copies if not lane or lane[-1].end <= span.begin), None)
@@ -154,7 +162,7 @@ class Recording:
 
 
 def figures_of(session: Session) -> tuple[GroupFigures, ...]:
-    """Return figures of each group, in the order of use."""
+    """Return the figures of each group of a session's weights, in the order of use."""
     return tuple(map(GroupFigures.of, session.groups()))
 
 
@@ -162,7 +170,7 @@ class Recorder:
     """Records a session, and keeps the latest recording. Thread-safe."""
 
     def __init__(self, session: Callable[[], Session]) -> None:
-        self._session = session  # returns the current one: an install may get another
+        self._session = session  # a function, because an install may get another session
         self._lock = threading.Lock()
         # LOCK: guards all below, and the session's `record`.
         self._current: object | None = None
@@ -170,7 +178,7 @@ class Recorder:
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
-        """Record while the block runs. Another recording that begins in the meantime drops this one."""
+        """Record while the block runs. Another recording that begins in the meantime discards this one."""
         with self._lock:
             current = self._current = object()
             self._last = None
@@ -188,7 +196,7 @@ class Recorder:
 
     @property
     def last(self) -> Recording:
-        """The latest recording; ConfigError if there is none, or it is still running."""
+        """The latest recording. Raises ConfigError if there is none, or if it is still running."""
         if self._last is not None:
             return self._last
         if self._current is not None:
@@ -199,7 +207,7 @@ class Recorder:
 def _recording(session: Session, begin: int, to_unix_ns: int) -> Recording:
     end = time.monotonic_ns()
     timeline = session.timeline()
-    # A thread has two ids; spans may have either.
+    # A thread has an id of Python and one of the system. Spans may have either.
     names = [
         (key, thread.name) for thread in threading.enumerate() for key in (thread.ident, thread.native_id)
     ]
@@ -209,7 +217,7 @@ def _recording(session: Session, begin: int, to_unix_ns: int) -> Recording:
 
 
 def _to_unix_ns() -> int:
-    """Return the time of day less the monotonic clock, both read as nearly at one moment as possible."""
+    """Return the time since 1970 minus that of the monotonic clock, read as nearly at once as possible."""
     readings = [(time.monotonic_ns(), time.time_ns(), time.monotonic_ns()) for _ in range(8)]
     before, day, after = min(readings, key=lambda reading: reading[2] - reading[0])
     return day - (before + after) // 2

@@ -1,4 +1,4 @@
-"""What each group of weights costs, where the time is lost, and what would help."""
+"""`Report`: what each group of weights costs, where time is lost, and what would help."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from dynswap_ext.profile.host_memory import HostMemory
 from dynswap_ext.profile.recording import CAUSES, GroupFigures
 from dynswap_ext.profile.stats import Stats
 
-#: Columns of text; the others have numbers.
+#: Columns that have text. The others have numbers.
 _WORDS: Final = ("weights", "from", "place", "because of")
+#: Columns whose text is broken into several lines if it is long.
 _FOLDED: Final = ("weights", "because of")
-#: Columns that are only shown in lines of at least so many characters.
+#: Columns that are only shown if a line has at least so many characters.
 _WIDE: Final = {"groups": 100, "from": 150, "hits (late)": 150, "copying": 150, "misses": 110, "moved": 110}
 #: A space at which no line is broken.
 _NARROW: Final = "\u00a0"
@@ -27,7 +28,7 @@ _NARROW: Final = "\u00a0"
 _MIB: Final = 1 << 20
 #: If the first use has more than this share of the stalls, it is named as the main cause.
 _MOSTLY: Final = 0.9
-#: For each cause, the advice.
+#: By cause of a wait: the advice against it.
 _ADVICE: Final = {
     "bus-bound": "keeping more weights on the device would help: {budget}",
     "late prefetch": "a deeper prefetch would help: prefetch={prefetch}",
@@ -38,9 +39,9 @@ _ADVICE: Final = {
     "{budget}",
     "master changed": "that is what training costs; if nothing trains, look for what writes to the masters",
 }
-#: Causes that a larger `prefetch` than 0 would help against.
+#: Causes against which a `prefetch` of more than 0 would help.
 _NOT_AHEAD: Final = frozenset(("bus-bound", "late prefetch", "not predicted", "arena full"))
-#: Each group is missed once while an order is learned. Forward and backward have an order each.
+#: Each group is missed once while the order of forward is learned, and once while that of backward is.
 _LEARNED_AFTER: Final = 2
 _LEARNING: Final = (
     "the order of use was still being learned (backward has one of its own), and that does not come again"
@@ -55,45 +56,47 @@ _PURE_PYTHON: Final = (
 class Report:
     """Figures of an install, taken at one moment; ``print`` shows them.
 
-    They cover everything since the install, or since ``handle.reset_stats()``.
+    They cover everything since the install, or since ``handle.reset_stats()``. Only the times of groups on an
+    accelerator are those of the latest recording.
     """
 
-    #: One per group, in the order of use.
+    #: The figures of each group of weights, in the order of use.
     rows: tuple[GroupFigures, ...]
-    #: Sums over all groups, and the plan.
+    #: Counters of all groups together, and the plan.
     stats: Stats
+    #: The device on which the model computes.
     device: str
-    #: Bytes for streamed and resident weights together; None: only what `prefetch` needs.
+    #: Bytes that weights may take on the device; None: only what `prefetch` needs.
     budget: int | None
     #: The option `prefetch` of the install.
     prefetch: int
-    #: Why pure Python, or torch's own streams, were chosen where that was not asked for; else empty.
+    #: Why pure Python, or torch's own streams, serve the install if that was not asked for; else empty.
     reason: str = ""
     #: Bytes of masters that are sampled: a small write to them that bumps no version may go unseen.
     sampled_bytes: int = 0
-    #: Whether the budget is "auto". If so, `budget` is the amount that was measured last.
+    #: Whether the budget is "auto", so that `budget` changes with what the measured calls leave.
     automatic: bool = False
     #: Bytes of the device that an automatic budget leaves to others; None if no `headroom` was given.
     headroom: int | None = None
-    #: With an automatic budget on an accelerator: why residents do not give way to all other memory, and what
-    #: to do; empty if they do. Else None.
+    #: Why weights that stay on the device (residents) do not give way to all other memory, and what to do;
+    #: empty if they do. None unless the budget is "auto" and the device is an accelerator.
     giving_way: str | None = None
     #: The host's RAM that the weights of all installed models take.
     host: HostMemory | None = None
 
     @property
     def stall_ns(self) -> int:
-        """Return how long the model waited for weights, in nanoseconds, summed over its threads."""
+        """How long the model waited for weights, in nanoseconds, summed over the threads that called it."""
         return sum(row.stall_ns for row in self.rows)
 
     @property
     def causes(self) -> dict[str, int]:
-        """Return how long the model waited for weights, in nanoseconds, by cause, the largest first."""
+        """How long the model waited for weights, in nanoseconds, by cause, the longest first."""
         return dict(_summed(self.rows).most_common())
 
     @property
     def diagnosis(self) -> str:
-        """Return a sentence with the main cause of the waits, and what would help."""
+        """A sentence with the main cause of the waits, and what would help."""
         rows, causes, whole = self.rows, self.causes, self.stall_ns
         if not rows:
             return "no weight has to be moved: every master is already where and what it should be"
@@ -140,7 +143,7 @@ class Report:
         return f"{text}; {advice}"
 
     def _masters(self) -> str:
-        """Return how many bytes of masters are copied in which way; empty if none are."""
+        """Return words for how many bytes of masters are copied in which way; empty if none are."""
         ways = {
             "page-locked": self.stats.pinned_bytes,
             "through a pinned buffer (not page-locked)": self.stats.staged_bytes,
@@ -161,17 +164,17 @@ class Report:
         )
 
     def _larger_budget(self, stalled: int) -> str:
-        """Return the option for the budget with which the bus would have kept up.
+        """Return, as the text of the option, the budget with which the bus would have kept up.
 
-        A pass that stalls for s of the b that its copies take keeps up when it copies b - s: that share of
-        the streamed bytes has to stay on the device. With evenly paced compute that is enough, else a little
-        less.
+        If copies take the time b, of which the model waits for s, the bus keeps up with the share (b - s) / b
+        of the streamed bytes. The share s / b of them has to stay on the device. If compute is not paced
+        evenly, this is a little too little.
         """
         streamed = sum(row.bytes for row in self.rows if not row.resident)
         copying = sum((row.copy_ns or 0) - row.causes.get("first use", 0) for row in self.rows)
         share = min(1.0, stalled / copying) if copying > 0 else 1.0
         used = self.stats.resident_bytes + self.stats.arena_bytes
-        # All of them resident need no arena.
+        # No more than all weights: if all stay on the device, there is no arena.
         wanted = min(self.stats.weight_bytes, max(used, self.budget or 0) + int(streamed * share))
         now = f" (now {format_bytes(self.budget)})" if self.budget is not None else ""
         if wanted >= 1 << 30:
@@ -180,7 +183,7 @@ class Report:
         return f'budget="{max(1, -(-wanted // unit))}{name}"{now}'
 
     def as_dict(self) -> dict[str, Any]:
-        """Return everything, in types that JSON has."""
+        """Return all figures, and the texts, in types that JSON has."""
         content = asdict(self)
         groups = content.pop("rows")
         derived = {"stall_ns": self.stall_ns, "causes": self.causes, "diagnosis": self.diagnosis}
@@ -192,13 +195,13 @@ class Report:
         Parameters
         ----------
         collapse
-            False gives each group a row of its own; otherwise the groups of repeated layers share one.
+            Whether the groups of repeated layers share one row. If not, each group has a row.
         width
-            Characters in a line. Default: the width of the terminal.
+            The number of characters in a line. Default: the width of the terminal.
         """
         from rich.text import Text
 
-        # Without a terminal, wide enough for all columns.
+        # If there is no terminal, the lines are wide enough for all columns.
         columns = shutil.get_terminal_size((160, 25)).columns if width is None else width
         notes = []
         if self.reason:
@@ -235,7 +238,7 @@ class Report:
         return as_text(Text(self.diagnosis), Text(title), table, *map(Text, lines), width=columns)
 
     def _legend(self, width: int) -> Iterator[str]:
-        """Explain the columns and causes that are shown."""
+        """Yield sentences that explain the columns and causes that are shown."""
         yield "A group of weights travels in one copy: streamed for each use, or staying (resident)."
         if width >= _WIDE["misses"]:
             yield "A hit was on the device or on its way when needed. The copy of a miss began only then."
@@ -248,7 +251,7 @@ class Report:
             yield f"{cause}: a wait for {CAUSES[cause]}."
 
     def table(self, *, collapse: bool = True, width: int = 150) -> Any:
-        """Return the table, for rich. It has fewer columns if lines have less than 150 characters."""
+        """Return the table, for rich. It has fewer columns if `width` is less than 150 characters."""
         rows = [_cells(label, rows) for label, rows in _lines(self.rows, collapse)]
         rows.append({**_cells("all", self.rows), "from": ""})
         columns = [column for column in rows[0] if width >= _WIDE.get(column, 0)]
@@ -265,7 +268,7 @@ class Report:
 
 
 def _cells(label: str, rows: Sequence[GroupFigures]) -> dict[str, str]:
-    """Return the cells of one line for some groups, by column."""
+    """Return the cells of a line that shows some groups together, by column."""
 
     def total(name: str) -> int:
         return sum(getattr(row, name) or 0 for row in rows)
@@ -293,14 +296,17 @@ def _cells(label: str, rows: Sequence[GroupFigures]) -> dict[str, str]:
 
 
 def _found(experts: Sequence[GroupFigures]) -> str:
-    """Return the share of the experts' uses that needed no copy. A use reads each of a group's weights."""
+    """Return the share of the uses of experts that needed no copy, as text.
+
+    A use reads each weight of its group once.
+    """
     uses = sum((row.hits + row.misses) / len(row.names) for row in experts)
     copies = sum(row.copies for row in experts)
     return f"{max(0.0, 1 - copies / uses):.0%}" if uses else "none"
 
 
 def _because(rows: Sequence[GroupFigures]) -> str:
-    """Return the main causes of a stall, with their shares of it: two at most, the second if it counts."""
+    """Return the main cause of the waits with its share, and a second one if it has 5 % or more."""
     causes = _summed(rows)
     held = next((f" by {row.held_by}" for row in rows if row.held_by), "")
     listed: list[str] = []
@@ -315,7 +321,7 @@ def _because(rows: Sequence[GroupFigures]) -> str:
 
 
 def _summed(rows: Iterable[GroupFigures]) -> Counter[str]:
-    """Return nanoseconds of stall by cause."""
+    """Return the nanoseconds of waits by cause."""
     summed: Counter[str] = Counter()
     for row in rows:
         summed.update(row.causes)
@@ -323,7 +329,7 @@ def _summed(rows: Iterable[GroupFigures]) -> Counter[str]:
 
 
 def _lines(rows: Sequence[GroupFigures], collapse: bool) -> Iterator[tuple[str, list[GroupFigures]]]:
-    """Yield labels and the groups that share a line."""
+    """Yield a label for each line of the table, and the groups that share the line."""
     alike: dict[object, list[GroupFigures]] = {}
     for index, row in enumerate(rows):
         layer = tuple(map(key_of, row.names)), row.by_use or (row.bytes, row.source, row.resident)

@@ -1,4 +1,4 @@
-"""What an install does less than it was asked for: the sentences of `Handle.check`."""
+"""Finds in what an install does less than it was asked for, for `Handle.check`."""
 
 from __future__ import annotations
 
@@ -14,10 +14,14 @@ def shortfalls(report: Report, seconds: float, *, stalled: float | None, staged:
 
     Parameters
     ----------
+    report
+        The figures of the install.
     seconds
-        For how long the report's figures have been counted.
-    stalled, staged
-        The largest shares that are well: of that time (None: any), and of the bytes of masters in RAM.
+        The time over which they were counted.
+    stalled
+        The largest share of that time that the model may have waited for weights; None: any.
+    staged
+        The largest share of the bytes of masters in RAM that may not be page-locked.
     """
     stats, host = report.stats, report.host
     if host is not None and host.limit is not None and host.total > host.limit:

@@ -1,4 +1,4 @@
-"""What an install has counted, as a value."""
+"""`Stats`: the counters of an install, as a value."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from dynswap_ext._util.units import show_ns
 class Stats:
     """Counters and plan of one install, taken at one moment; ``print`` shows them with units.
 
-    Times are nanoseconds of the host's monotonic clock. With the pure-Python provider every weight is a group
-    of its own, and nothing is prefetched.
+    Weights travel in groups, one copy for each. Times are in nanoseconds. With the pure-Python provider every
+    weight is a group of its own, and nothing is prefetched.
     """
 
     #: "native" or "python".
@@ -33,11 +33,11 @@ class Stats:
     prefetches: int
     #: Copies issued ahead of need that were overwritten before anything read them, or were guessed wrong.
     wasted_prefetches: int
-    #: Copies issued ahead of need of experts that no router had chosen yet.
+    #: Copies of experts that were issued before their router had chosen them.
     guesses: int
-    #: Guesses whose experts were chosen then.
+    #: Guesses whose experts the router then chose.
     right_guesses: int
-    #: Copies that were dropped because their master had changed.
+    #: Copies on the device that were discarded because their master had changed.
     refetches: int
     #: All copies issued.
     copies: int
@@ -52,28 +52,29 @@ class Stats:
     overflow_bytes: int
     #: Most device bytes held at one time.
     peak_bytes: int
-    #: Residents whose memory went to other tensors inside a call (`budget="auto"`). They are streamed until
-    #: the next plan.
+    #: Groups that stayed on the device (residents) and lost their memory to other tensors inside a call
+    #: (`budget="auto"`). They are streamed until the next plan.
     given_way: int
-    #: Bytes of the residents whose memory went to other tensors inside a call (`budget="auto"`).
+    #: Bytes of the groups that stayed on the device (residents) and lost their memory to other tensors inside
+    #: a call (`budget="auto"`).
     given_way_bytes: int
     #: How often a calling thread waited for the device for another reason than a copy.
     host_synchronisations: int
 
-    #: Groups of weights that travel together, as planned.
+    #: All groups of weights in the plan.
     groups: int
-    #: Groups of weights that stay on the device (residents), as planned.
+    #: Groups of weights in the plan that stay on the device (residents).
     resident_groups: int
     #: Device bytes of all weights.
     weight_bytes: int
-    #: Device bytes of the residents.
+    #: Device bytes of the groups that stay on the device (residents).
     resident_bytes: int
     #: Device bytes of the arena, the block of memory through which streamed groups pass.
     arena_bytes: int
     #: Groups that the arena has room for ahead of the one in use.
     depth: int
 
-    #: Places on the device that tensors of the program hold at this moment.
+    #: Places on the device that tensors which `module.weight` returned, and that still live, hold now.
     live_leases: int
 
     #: Bytes of masters that the device reads directly, because they or copies of them are page-locked.
@@ -89,7 +90,7 @@ class Stats:
 
     @classmethod
     def from_counters(cls, counters: Mapping[str, int], *, provider: str, backend: str) -> Stats:
-        """Build from a session's counters; a missing one is 0, and one of another name is an error."""
+        """Return the values of a session's counters. A missing counter is 0, and an unknown one an error."""
         values: dict[str, Any] = dict.fromkeys((field.name for field in fields(cls)), 0)
         return cls(**{**values, **counters, "provider": provider, "backend": backend})
 

@@ -1,4 +1,4 @@
-"""A recording as a picture: lanes, groups and device memory over time."""
+"""Draws a recording as a picture: lanes, groups and device memory over time."""
 
 from __future__ import annotations
 
@@ -17,25 +17,28 @@ from dynswap_ext._util.units import show_ns
 from dynswap_ext.errors import ConfigError
 from dynswap_ext.profile.recording import CAUSES, Recording, Span
 
-#: Any two that touch can be told apart with every kind of colour vision (there is a test).
+#: Colours of copies and compute, and of waits by cause. Any two that touch can be told apart with every kind
+#: of colour vision (there is a test).
 _PREFETCHED, _DEMANDED, _COMPUTE = "#56B4E9", BLUE, GREEN
 _WAIT: Final = dict(zip(CAUSES, ("#C9C9C9", RED, ORANGE, PINK, "#F0E442", BLACK, "#7A1F4B"), strict=True))
 _MEMORY: Final = "#8C8C8C"
 _PASS: Final[dict[str, Any]] = {"color": "#B0B0B0", "linestyle": (0, (1, 2)), "linewidth": 0.9}
 _BUDGET: Final[dict[str, Any]] = {"color": BLACK, "linestyle": DASHED, "linewidth": 1}
 
-#: Inches.
+#: Width of the picture, in inches.
 _WIDTH: Final = 12.0
-#: With more rows than this, not each has a label.
+#: The most rows of groups that all have a label; of more rows, `_TICKS` have one.
 _LABELLED: Final = 24
 _TICKS: Final = 12
+#: The most characters of a label.
 _LABEL_LENGTH: Final = 36
-#: More shapes than this are rasterised in vector formats (.svg, .pdf), as viewers would be slow.
+#: More shapes than this are rasterised in vector formats (.svg, .pdf), because viewers would be slow.
 _RASTERED: Final = 3000
-#: More rows of groups, or bars of one colour, than this are too thin to be drawn apart.
+#: More rows of groups than this are too thin for gaps between them.
 _ROWS: Final = 100
+#: More bars of one colour than this are too thin for edges.
 _BARS: Final = 60
-#: More lanes than this would leave no room for anything else.
+#: The most lanes of copies, and the most threads with lanes; more would leave no room for the rest.
 _COPY_LANES: Final = 4
 _THREADS: Final = 6
 #: More marks of passes than this would hide what they mark.
@@ -43,12 +46,12 @@ _PASSES: Final = 40
 
 
 def write_plot(recording: Recording, path: str | PathLike[str], *, budget: int | None = None) -> None:
-    """Draw a recording into a file; see `Handle.plot`."""
+    """Draw a recording into a file, with a line at the budget in bytes, as `Handle.plot` does."""
     pictures.save(draw(recording, budget=budget), path, dots_per_inch=160)
 
 
 def draw(recording: Recording, *, budget: int | None = None) -> Any:
-    """Return a picture of lanes, groups and memory over time, with a line at the budget in bytes."""
+    """Return the picture of a recording, with a line at the budget in bytes, as an object of matplotlib."""
     if not any(True for _ in recording.of("use")):
         raise ConfigError(
             "nothing to draw: no weight was used while it was recorded, except those that need no move"
@@ -103,7 +106,7 @@ class _Picture:
         return drawn
 
     def _draw_bars(self, axes: Any, bars: Iterable[tuple[Span, float]], height: float) -> None:
-        """Draw a bar for each span, with its low edge as given; none is too short to be seen."""
+        """Draw a bar for each span, at the given height of its lower edge, and wide enough to be seen."""
         from matplotlib.collections import PolyCollection
 
         corners: defaultdict[str, list[Any]] = defaultdict(list)
@@ -124,10 +127,10 @@ class _Picture:
             )
 
     def _draw_groups(self, axes: Any) -> None:
-        """Draw a row for each group: what its consumers did in the upper half, its copies below."""
+        """Draw a row for each group: compute and waits in its upper half, copies in its lower half."""
         groups = self._recording.groups
         height = max(0.42, 0.5 * len(groups) / _ROWS)
-        # Copies are drawn first: where rows are thin, they would hide what was used at that time.
+        # Copies are drawn first, because where rows are thin they would hide the rest.
         copies = [(span, float(span.group)) for span in self._recording.of("copy")]
         uses = [(span, span.group - height) for span in (*self._compute, *self._recording.of("wait"))]
         self._draw_bars(axes, [*copies, *uses], height)
@@ -155,7 +158,7 @@ class _Picture:
 
     def _title(self) -> str:
         passes = len(self._passes)
-        # Shares of the consumers' time, summed over all of them.
+        # Shares of the time of the threads that use weights, summed over all of them.
         computing, waiting = _length(self._compute), _length(self._recording.of("wait"))
         whole = max(1, computing + waiting)
         text = (
@@ -210,14 +213,14 @@ def _length(spans: Iterable[Span]) -> int:
 
 
 def _ticks(count: int) -> list[int]:
-    """Return the rows to label: all, or some at even distances, including the first and the last."""
+    """Return the rows that have a label: all, or some at even distances, including the first and the last."""
     if count <= _LABELLED:
         return list(range(count))
     return sorted({round(i * (count - 1) / (_TICKS - 1)) for i in range(_TICKS)})
 
 
 def _where(names: Sequence[str]) -> str:
-    """Name a group by its weight, or by the module, or modules, that its weights are in."""
+    """Return a name for a group of weights: its only weight, or the module or modules that they are in."""
     if len(names) == 1:
         return names[0]
     first, last = (name.split(".")[:-1] for name in (names[0], names[-1]))

@@ -1,10 +1,10 @@
-"""A recording as a Chrome trace, on the clock of torch.profiler.
+"""Writes a recording as a Chrome trace, on the clock of torch.profiler.
 
 Note [The clock of a trace]
-torch.profiler exports times since 1970, in microseconds less ``baseTimeNanoseconds``: a multiple of three
-months, so that microseconds keep their fractions in a double. Perfetto takes times of JSON files as they
-are, and two files that are opened together have to count from the same moment. So the base here is the same,
-computed in the same way. With a file to merge, it is the base that the file names.
+torch.profiler exports times in microseconds since 1970, minus ``baseTimeNanoseconds``. This base is a
+multiple of three months, so that microseconds keep their fractions in a double. Perfetto takes times of JSON
+files as they are, so two files that are opened together have to count from the same moment. Therefore the
+base is computed here as in torch.profiler. If a file of torch.profiler is merged, its base is used.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from dynswap_ext._version import __version__
 from dynswap_ext.errors import ConfigError
 from dynswap_ext.profile.recording import CAUSES, GroupFigures, Recording, Span
 
-#: See Note [The clock of a trace].
+#: Seconds of three months, as in torch.profiler: Note [The clock of a trace].
 _BASE_STEP_S: Final = 7_889_238
-#: Above the ids that processes have, so that torch's rows of this process stay apart.
+#: This is added to the id of the process, so that the rows of torch.profiler for this process stay apart.
 _PID: Final = 1 << 23
 
 
 def write_trace(
     recording: Recording, path: str | PathLike[str], profiler: str | PathLike[str] | None = None
 ) -> None:
-    """Write a recording as a Chrome trace; see `Handle.trace`."""
+    """Write a recording as a Chrome trace, with the events of a `profiler` trace, as `Handle.trace` does."""
     where = check_folder(path, "trace")
     if profiler is None:
         content = as_trace(recording)
@@ -67,7 +67,7 @@ def as_trace(recording: Recording, *, base_ns: int | None = None) -> dict[str, A
 
 
 def _events(recording: Recording, base_ns: int) -> Iterator[dict[str, Any]]:
-    """Yield spans by lane, marks where passes begin, and the bytes on the device."""
+    """Yield the events of the trace: spans by lane, marks where passes begin, and the bytes on the device."""
     labels = [label_of(group.names) for group in recording.groups]
     pid = _PID + os.getpid()
 
@@ -91,13 +91,13 @@ def _events(recording: Recording, base_ns: int) -> Iterator[dict[str, Any]]:
                 "pid": pid,
                 "tid": tid,
                 "ts": at(span.begin),
-                # From the rounded times: the next span may begin where this one ends.
+                # From the rounded times, because the next span may begin where this one ends.
                 "dur": at(span.end) - at(span.begin),
                 "args": _details(span, recording.groups[span.group]),
             }
     common = {"pid": pid, "cat": "dynswap"}
     for number, span in enumerate(recording.of("pass"), start=1):
-        # "s": across the whole process's rows.
+        # "s": "p" is a mark across all rows of the process.
         yield {"ph": "i", "s": "p", "name": f"pass {number}", "tid": 0, "ts": at(span.begin), **common}
     for span in recording.of("use"):
         held = {"bytes": span.bytes}
