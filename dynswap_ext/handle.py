@@ -261,7 +261,7 @@ class Handle:
 
         All threads are recorded. A new recording drops the previous one, even if that is still running. The
         size of a recording is bounded, and it counts the spans that did not fit. While it runs, accesses are
-        slower, most of all accesses of residents.
+        slower, most of all those to weights that stay on the device.
 
         Examples
         --------
