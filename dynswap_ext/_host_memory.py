@@ -44,10 +44,11 @@ class HostBound:
         return self._options.host_budget.total
 
     def begin(self, planned: nn.Module, *, in_place_of: Collection[HostBound], refuses: bool) -> None:
-        """Set the bound, and count the weights of a model that is about to be installed.
+        """Set the bound, for all installs and for a model that is about to be installed (`planned`).
 
-        If `refuses`, it raises ConfigError if masters in RAM and buffers take more, and warns if they take
-        more than other installs allow. Installs with the bounds `in_place_of` are replaced, and do not count.
+        If `refuses`, it raises ConfigError if masters in RAM and buffers take more, and warns if masters take
+        more than another install allows. The installs whose bounds are `in_place_of` are replaced, so they
+        are not asked.
         """
         self._keep_to(planned, refuses=refuses)
         if others := _named - {self}:

@@ -86,9 +86,9 @@ class BackendInfo:
     compiler: str | None
     #: The devices that the system lists, such as "cpu" and "cuda:0". The last one is the default device here.
     devices: tuple[str, ...]
-    #: What torch has for the default device: "a stream for copies", "pinned memory", "page-locking". What is
-    #: missing makes copies slower, not wrong. None unless torch's streams serve the device and its driver was
-    #: asked.
+    #: What torch has for the default device: "a stream for copies", "pinned memory", "page-locking". Without
+    #: one of these, copies are slower, not wrong. None unless torch's streams serve the device and its driver
+    #: was asked.
     offers: tuple[str, ...] | None = None
     #: Why weights that stay on the default device (residents) would not give way if memory runs out there,
     #: and what to do; empty if they would. None for the CPU, and unless the driver was asked.
@@ -388,7 +388,7 @@ def _without_driver(extension: _Extension, device: torch.device) -> _Obstacle | 
 
 
 def _in_a_checkout() -> str:
-    """Return words that say that this package is run in its source folder; empty if it is not."""
+    """Return words that say that the package was imported from its source folder; empty if it was not."""
     checkout = Path(__file__).parents[1]
     if not (checkout / "build_backend").is_dir():
         return ""

@@ -30,7 +30,7 @@ class BudgetError(DynswapError, ValueError):
     smallest_bytes : int
         The smallest budget, in bytes, that would have worked; 0 if it is not known. With
         ``strict_budget=True``, a read of a weight raises the error if tensors that you keep fill the budget.
-        Then it is a budget that has room for this weight, too.
+        In that case, this is a budget that has room for the weight, too.
     """
 
     def __init__(self, message: str, smallest_bytes: int = 0) -> None:

@@ -170,8 +170,8 @@ def _in_order(
 ) -> tuple[PlannedWeight, ...]:
     """Return weights in the order in which their modules are called, with each module's compute.
 
-    The compute is that of the last weight of the module. A module that is not called follows the module that
-    is registered before it.
+    The last weight of a module gets its compute. A module that is not called follows the module that is
+    registered before it.
     """
     order = list(called)
     for module in range(len(compute)):
