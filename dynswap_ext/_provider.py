@@ -20,6 +20,7 @@ from dynswap_ext._swap import compile_support
 from dynswap_ext._swap.parameter_proxy import handed_out_again, take_to_master, untracked_alias_made
 from dynswap_ext._swap.protocol import Hooks, Session
 from dynswap_ext._util.device_memory import DeviceMemory
+from dynswap_ext._util.devices import listed_devices
 from dynswap_ext._util.log import logger
 from dynswap_ext._util.numa import place_of
 from dynswap_ext._util.reinstall import FROM_SOURCE, for_this_torch
@@ -28,7 +29,6 @@ from dynswap_ext.config import (
     Budget,
     Options,
     engine_backend_from_environment,
-    listed_devices,
     provider_from_environment,
 )
 from dynswap_ext.errors import ConfigError, DeviceError

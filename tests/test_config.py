@@ -16,6 +16,7 @@ from torch import nn
 
 import dynswap_ext
 from dynswap_ext import ConfigError, DynswapWarning, checkpoint, config, inspect, planning
+from dynswap_ext._util import devices
 from dynswap_ext._util.memory import format_bytes, free_bytes, parse_bytes, ram_limit
 from dynswap_ext.config import HostBudget
 from sample_models import mlp
@@ -234,7 +235,7 @@ def test_a_budget_of_hardly_any_bytes_gets_a_hint(budget: int | str, said: str) 
 
 def test_a_torch_without_cuda_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(config, "available_devices", lambda: ("cpu",))
+    monkeypatch.setattr(devices, "available_devices", lambda: ("cpu",))
     begins = r"^device is 'cuda'; available here: cpu\. This torch \(2.*"
     for built, said in ((False, "is built without CUDA; install one"), (True, "finds no driver or no GPU")):
         monkeypatch.setattr(torch.backends.cuda, "is_built", lambda built=built: built)

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from dynswap_ext import config
+from dynswap_ext._util.devices import resolve_device
 from dynswap_ext._util.listing import listed
 from dynswap_ext._util.log import log_to_stderr, logger
 from dynswap_ext._util.option_names import check_option_names
@@ -163,7 +164,7 @@ def _checked_device(device: Any, dtype: Any, transform: Any, assign: bool) -> to
         raise ConfigError("device is None; expected 'cpu', which reads nothing, or an accelerator")
     if str(device) == "meta":
         raise ConfigError("device is 'meta', which holds no values; init_empty(factory) makes a skeleton")
-    where = config.resolve_device(device)
+    where = resolve_device(device)
     check_dtype(dtype)
     if transform is not None and not callable(transform):
         raise ConfigError(f"transform is {transform!r}; expected a function of a name and a tensor")

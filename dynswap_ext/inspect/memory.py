@@ -14,13 +14,13 @@ from torch import nn
 
 from dynswap_ext._swap.state import modules_of, session_of
 from dynswap_ext._util.device_memory import DeviceMemory
+from dynswap_ext._util.devices import resolve_device
 from dynswap_ext._util.listing import listed
 from dynswap_ext._util.memory import format_bytes
 from dynswap_ext._util.modes import SeesInstalls
 from dynswap_ext._util.option_names import check_option_names
 from dynswap_ext._util.places import storages_of
 from dynswap_ext._util.tables import Printable, facts_grid, plain_table
-from dynswap_ext.config import resolve
 from dynswap_ext.inspect._forward import Call, isolated_forward, tensors_in, watched
 from dynswap_ext.inspect._inputs import Inputs, Sizes
 from dynswap_ext.inspect._model import Node, computes_on, root_of, walk, weights_of
@@ -157,7 +157,7 @@ def memory_profile(
 
 
 def _device(given: torch.device | str) -> torch.device:
-    return torch.device("meta") if str(given) == "meta" else resolve(device=given).device
+    return torch.device("meta") if str(given) == "meta" else resolve_device(given)
 
 
 def _bytes_before(nodes: Sequence[Node], given: Any, device: torch.device) -> int:

@@ -25,9 +25,9 @@ from dynswap_ext._swap.device_moves import note_told
 from dynswap_ext._swap.models import Installable, as_tree
 from dynswap_ext._swap.state import modules_of, session_of, sessions_of
 from dynswap_ext._util.device_memory import DeviceMemory
+from dynswap_ext._util.devices import resolve_device
 from dynswap_ext._util.own_masters import own_masters
 from dynswap_ext._util.warn import caller
-from dynswap_ext.config import resolve_device
 from dynswap_ext.errors import ConfigError, DynswapError
 from dynswap_ext.handle import Handle
 from dynswap_ext.install import install

@@ -21,6 +21,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from dynswap_ext import config
+from dynswap_ext._util.devices import resolve_device
 from dynswap_ext.checkpoint.loading.assembly import MappedFusion
 from dynswap_ext.checkpoint.pretrained import warn_of_copies
 from dynswap_ext.errors import ConfigError
@@ -86,7 +87,7 @@ class StreamQuantizer(HfQuantizer):  # type: ignore[misc]
                 f"device_map is {device_map!r}, and a model that streams computes on one device, with its "
                 "weights on the host; leave it out (or pass device_map=None), or name one device"
             )
-        if given is not None and config.resolve_device(given) != config.resolve_device(named):
+        if given is not None and resolve_device(given) != resolve_device(named):
             raise ConfigError(
                 f"device_map is {device_map!r}, and the device of StreamConfig is {given!r}; leave one of "
                 "them out"

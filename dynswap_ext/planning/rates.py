@@ -17,8 +17,8 @@ from typing import Any, Final
 
 import torch
 
-from dynswap_ext import config
 from dynswap_ext._util.clock import DeviceClock
+from dynswap_ext._util.devices import resolve_device
 from dynswap_ext._util.file_mappings import drop_file_cache
 from dynswap_ext._util.units import parse_bandwidth, parse_seconds, parse_throughput
 from dynswap_ext.checkpoint.options import check_dtype
@@ -187,7 +187,7 @@ def measure_machine(
     ConfigError
         There is no such device, or the dtype cannot be used.
     """
-    where = config.resolve(device=device).device
+    where = resolve_device(device)
     check_dtype(dtype)
     side, kind = (1024, torch.float32) if where.type == "cpu" else (8192, torch.bfloat16)
     left, right = (torch.randn(side, side, device=where).to(dtype or kind) for _ in range(2))
