@@ -84,7 +84,8 @@ class BackendInfo:
     cuda: bool
     #: The compiler that built the extension; None if it is not known.
     compiler: str | None
-    #: The devices that the system lists, such as "cpu" and "cuda:0". The last one is the default device here.
+    #: The devices that the system lists: "cpu" and the accelerators, such as "cuda:0". The first accelerator,
+    #: or else the CPU, is the default device here.
     devices: tuple[str, ...]
     #: What torch has for the default device: "a stream for copies", "pinned memory", "page-locking". Without
     #: one of these, copies are slower, not wrong. None unless torch's streams serve the device and its driver
@@ -221,7 +222,7 @@ def backend_info(*, ask_driver: bool | None = None) -> BackendInfo:
     devices = listed_devices()
     if ask_driver is None:
         ask_driver = bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
-    device = torch.device(devices[-1])
+    device = torch.device(devices[:2][-1])
     backend, obstacle = _engine(extension, device, ask_driver=ask_driver)
     reason = None
     if asked == "python":

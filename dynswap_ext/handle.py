@@ -17,7 +17,7 @@ from dynswap_ext._provider import obstacle_to_giving_way
 from dynswap_ext._swap.class_swap import take_pending
 from dynswap_ext._swap.compile_support import flush_graphs
 from dynswap_ext._tuning import Tuning
-from dynswap_ext.errors import OutOfMemoryError, ShortfallError
+from dynswap_ext.errors import BudgetError, OutOfMemoryError, ShortfallError
 from dynswap_ext.profile.recording import Recorder, figures_of
 from dynswap_ext.profile.report import Report
 from dynswap_ext.profile.shortfalls import shortfalls
@@ -186,7 +186,7 @@ class Handle:
             return
         try:
             self.resume()
-        except OutOfMemoryError:
+        except (BudgetError, OutOfMemoryError):
             if error is None:  # else the error of the block is the one to report
                 raise
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import dynswap_ext
+from dynswap_ext import _provider
 from dynswap_ext._sources import bindings_of
 
 ROOT = Path(dynswap_ext.__file__).parent.parent
@@ -148,6 +149,19 @@ def test_backend_info() -> None:
     assert text.splitlines()[0].split()[:2] == ["provider", info.provider]
     for word in ("extension", "running torch", "built for torch", "CUDA backend", "devices", "cpu"):
         assert word in text
+
+
+def test_backend_info_is_about_the_accelerator_that_an_install_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[torch.device] = []
+
+    def engine(extension: object, device: torch.device, **_: object) -> tuple[str, None]:
+        asked.append(device)
+        return "", None
+
+    monkeypatch.setattr(_provider, "listed_devices", lambda: ("cpu", "cuda:0", "cuda:1"))
+    monkeypatch.setattr(_provider, "_engine", engine)
+    dynswap_ext.backend_info(ask_driver=False)
+    assert asked == [torch.device("cuda", 0)]
 
 
 def test_the_fallback_never_imports_the_extension() -> None:

@@ -168,7 +168,9 @@ def _bytes_before(nodes: Sequence[Node], given: Any, device: torch.device) -> in
         weight.nbytes
         for weights in weights_of(nodes).values()
         for weight in weights
-        if weight.device == device and weight.tied_to is None and weight.served in (None, "in place")
+        if weight.device == device
+        and weight.tied_to is None
+        and weight.served in (None, "in place", "ignored")
     ]
     inputs = [storage.nbytes() for storage in _storages_in(given, device).values()]
     arenas: int = sum(plan["resident_bytes"] + plan["arena_bytes"] for plan in plans)

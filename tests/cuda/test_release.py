@@ -159,6 +159,14 @@ def test_what_has_grown_is_given_back_too(gpu: Gpu) -> None:
         assert model.layers[2].weight.shape == (8 * WIDTH, WIDTH)
 
 
+def test_the_error_of_a_block_comes_before_that_of_the_budget(gpu: Gpu) -> None:
+    model = Exact()
+    handle = gpu.install(model, budget=3 * LAYER_BYTES)
+    with torch.no_grad(), pytest.raises(KeyError), handle.release():
+        model.layers[2].weight = nn.Parameter(torch.zeros(8 * LAYER_BYTES // 4).view(-1, WIDTH))
+        raise KeyError
+
+
 def test_memory_that_is_anothers_by_now(gpu: Gpu) -> None:
     """If the memory is taken meanwhile, a call with a fixed budget fails; "auto" takes what there is."""
     if gpu.device.type != "cuda" or not gpu.native:

@@ -68,6 +68,16 @@ def test_an_installed_model(provider: Provider) -> None:
     assert found.base_bytes >= 2 * WEIGHT + ROW
 
 
+def test_ignored_weights_on_the_device_are_there_before(provider: Provider) -> None:
+    model, x = mlp(layers=2), provider.randn(4, 16)
+    model[2].to(provider.device, torch.float64)
+    provider.install(model, dtype=torch.float64, budget="1MiB", ignore="2.weight")
+    with torch.no_grad():
+        model(x)
+        found = memory_profile(model, input_data=x)
+    assert found.base_bytes >= 2 * WEIGHT + ROW
+
+
 def test_a_streamed_weight_counts_where_a_tensor_is_made_for_it(provider: Provider) -> None:
     model, x = mlp(layers=2), provider.randn(4, 16)
     handle = provider.install(model, dtype=torch.float64)
