@@ -329,13 +329,11 @@ class Installation(ServedModules):
     def retune(self, budget: int | float | str | None) -> None:
         with lock:
             self._model()
-            if budget is None:
-                if self.budget.automatic:
-                    config.check_measurable(self.options.device)
-                self.tuner.measure(self.budget)
-            elif config.is_automatic(budget):
+            automatic = self.budget.automatic if budget is None else config.is_automatic(budget)
+            if automatic:
                 config.check_measurable(self.options.device)
-                self.tuner.measure(replace(self.budget, automatic=True))
+            if budget is None or automatic:
+                self.tuner.measure(replace(self.budget, automatic=automatic))
             else:
                 self.tuner.measure(config.Budget(config.resolve_budget(budget, self.options.device)))
 

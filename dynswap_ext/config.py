@@ -339,7 +339,7 @@ def _part_of_all_ram(fraction: float) -> int:
 
 def _host_budget(given: int | float | str, device: torch.device) -> HostBudget:
     """Return the bounds that `host_budget` means: "auto", "minimum", an amount, or a fraction of the RAM."""
-    if given == AUTO or is_named(given, AUTO):
+    if given == AUTO or is_named(given, AUTO):  # the default costs no call
         free = _free_ram()
         return HostBudget(
             # Not where the device computes in the host's own memory, which copies would take from it.

@@ -207,22 +207,18 @@ class Handle:
             `reset_stats`. Only copy times and waits on an accelerator are those of the latest recording
             (`record`). Works after an uninstall too.
         """
-        install, options = self._install, self._install.options
-        stats, rows = self.stats(), figures_of(install.session)
-        why, sampled = install.provider.reason, install.session.sampled_bytes
-        automatic, device = self.automatic, str(self.device)
-        giving_way = obstacle_to_giving_way(self.provider, self.device) if automatic else None
+        install = self._install
         return Report(
-            rows,
-            stats,
-            device,
-            self.budget,
-            options.prefetch,
-            why,
-            sampled,
-            automatic=automatic,
-            headroom=options.headroom,
-            giving_way=giving_way,
+            stats=self.stats(),
+            rows=figures_of(install.session),
+            device=str(self.device),
+            budget=self.budget,
+            prefetch=install.options.prefetch,
+            reason=install.provider.reason,
+            sampled_bytes=install.session.sampled_bytes,
+            automatic=self.automatic,
+            headroom=install.options.headroom,
+            giving_way=obstacle_to_giving_way(self.provider, self.device) if self.automatic else None,
             host=host_memory(),
         )
 

@@ -232,17 +232,18 @@ def _warn_of_no_effect(
         warn(f"{name} has no weights, so nothing is streamed: it computes as it did before")
     _warn_of_weights_there(made, modules, choices)
     streamed = plan["groups"] - plan["resident_groups"]
-    one_at_a_time = streamed and plan["depth"] < min(1, options.prefetch)
-    if options.keep and plan["resident_bytes"] and one_at_a_time and made.session.provider == "native":
-        _warn_of_room_that_keep_takes(made)
-    if not streamed or options.prefetch <= DEFAULT_PREFETCH or options.budget.automatic:
+    if not streamed or made.session.provider != "native":
         return
-    if made.session.provider == "native" and plan["depth"] < options.prefetch:
+    if options.keep and plan["resident_bytes"] and plan["depth"] < min(1, options.prefetch):
+        _warn_of_room_that_keep_takes(made)
+    if options.prefetch <= DEFAULT_PREFETCH or options.budget.automatic:
+        return
+    if plan["depth"] < options.prefetch:
         warn(
             f"prefetch is {options.prefetch}, and the budget has room for {plan['depth']} group(s) of "
             "weights ahead of the one in use: so many are fetched ahead. A larger budget has more room"
         )
-    elif made.session.provider == "native" and streamed <= options.prefetch:
+    elif streamed <= options.prefetch:
         warn(
             f"prefetch is {options.prefetch}, and {streamed} group(s) of weights are streamed: all of them "
             f"are fetched ahead, into {format_bytes(plan['arena_bytes'])} of the device's memory. 2 or 3 are "
