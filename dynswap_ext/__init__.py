@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from dynswap_ext import integrations  # noqa: F401  (registers the libraries that installs have to know)
 from dynswap_ext._provider import BackendInfo, backend_info
-from dynswap_ext._tuning import Tuning
+from dynswap_ext._saved_plan import Tuning
 from dynswap_ext._version import __version__
 from dynswap_ext.errors import (
     BudgetError,

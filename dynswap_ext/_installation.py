@@ -7,7 +7,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Final
 
 import torch
@@ -20,21 +20,17 @@ from dynswap_ext._saved_plan import SavedPlan, made_for
 from dynswap_ext._swap.choices import Choices
 from dynswap_ext._swap.class_swap import ClassNaming, swap_class, take_pending
 from dynswap_ext._swap.models import Models
-from dynswap_ext._swap.module_registry import ServedModules, masters_of, model_of, served_by, serves_any
+from dynswap_ext._swap.module_registry import ServedModules, model_of, served_by, serves_any
 from dynswap_ext._swap.optimizers import add_step_listener, keep_scales_on_host, remove_step_listener
 from dynswap_ext._swap.parametrized import apply_to_originals, rebase_on_originals
-from dynswap_ext._swap.plan_request import PlanRequest
 from dynswap_ext._swap.protocol import Hooks, Session
-from dynswap_ext._swap.state import is_scripted, modules_of, name_in, served_of, session_of, sessions_of
+from dynswap_ext._swap.state import is_scripted, modules_of, served_of, session_of, sessions_of
 from dynswap_ext._swap.torch_modules import put_masters_back
 from dynswap_ext._tuning import Tuner, smaller_budget
 from dynswap_ext._util.device_memory import DeviceMemory
-from dynswap_ext._util.listing import listed
 from dynswap_ext._util.log import logger
 from dynswap_ext._util.memory import format_bytes
-from dynswap_ext._util.own_masters import own_masters
 from dynswap_ext._util.units import show_budget, show_seconds
-from dynswap_ext._util.untraced import untraced
 from dynswap_ext._util.warn import warn
 from dynswap_ext.errors import BudgetError, ConfigError, OutOfMemoryError
 from dynswap_ext.profile.first_pass import FirstPass
@@ -54,6 +50,7 @@ class Installation(ServedModules):
         options: config.Options,
         provider: _provider.Provider,
         choices: Choices,
+        hooks: Hooks,
         naming: ClassNaming | None = None,
         *,
         begun: float,
@@ -65,12 +62,14 @@ class Installation(ServedModules):
         #: The saved plan that the first plan follows. None once that is made, or if it cannot be followed.
         self.saved_plan = options.plan
         self.provider = provider
+        self._hooks = hooks
         self._naming = naming
-        self._rounds = Rounds()
+        #: Finds the rounds of the install if it has several models.
+        self.rounds = Rounds()
         self._first_pass: FirstPass | None = None
         self._replaced = False
         self._host_bound = HostBound(options, provider)
-        #: Whether the install has served modules before. If so, it may take too much of the host's RAM again.
+        #: Whether the install has served modules before. If so, it is not refused for the host's RAM again.
         self._begun = False
         #: Whether `release` has given the device memory back, and it was not taken again.
         self.released = False
@@ -81,17 +80,7 @@ class Installation(ServedModules):
         self._open()
 
     def _open(self) -> None:
-        self.session = self.provider.session(
-            self.options,
-            self.budget,
-            Hooks(
-                warn=warn,
-                call_begins=_call_begins,
-                call_failed=_call_failed,
-                plan_request=functools.partial(PlanRequest, choices=self._choices, dtype=self.options.dtype),
-                masters=masters_of,
-            ),
-        )
+        self.session = self.provider.session(self.options, self.budget, self._hooks)
         self.tuner = Tuner(self)
         add_step_listener(self.session)
 
@@ -305,7 +294,7 @@ class Installation(ServedModules):
                 budget=self.budget.bytes,
                 automatic=self.budget.automatic,
                 prefetch=self.options.prefetch,
-                tuning=None if self.tuner.latest is None else asdict(self.tuner.latest),
+                tuning=self.tuner.latest,
                 plan=plan,
                 made_for=self._made_for(),
             ).write(path)
@@ -336,33 +325,6 @@ class Installation(ServedModules):
                 self.tuner.measure(replace(self.budget, automatic=automatic))
             else:
                 self.tuner.measure(config.Budget(config.resolve_budget(budget, self.options.device)))
-
-    def call_begins(self, module: nn.Module | None) -> int:
-        """Note that a call of a model begins, and return its number for the schedule; 0 for a single model.
-
-        A pass begins with it: always if one model is installed, and at the beginning of a round (`Rounds`) if
-        several are. `module` is None if graphs of `torch.compile` are called, which do not tell the module.
-        With several models, such a call begins no pass.
-        """
-        number = 0
-        if self.budget.automatic and self.session.provider == "native" and self.session.device.type == "cuda":
-            _provider.update_memory_history_recorded()
-        if self.several():
-            if module is None:
-                return 0
-            name = self.model_with(module)
-            call = self._rounds.call(name)
-            if call.begins_round:
-                self.session.note_pass()
-            if call.is_new:
-                self.tuner.begin_again()
-            elif call.begins_round:
-                self.tuner()
-            self.tuner.step(name, 0 if call.begins_round else call.in_a_row)
-            return call.number
-        self.session.note_pass()
-        self.tuner()
-        return number
 
     def undo(self) -> None:
         """Give every module that this install serves its own class back, and end the install.
@@ -444,65 +406,6 @@ def detach(session: Session, model: nn.Module) -> None:
         if session_of(module) is session:
             put_masters_back(module)
     session.detach(model)
-
-
-def _replan(session: Session) -> None:
-    """Plan again for the masters that a session's model has now.
-
-    If there is no plan within the budget, this warns, and the old plan stays. Masters that are not in it are
-    copied at each access.
-    """
-    model, install = model_of(session), installation_of(session)
-    if model is None or install is None:
-        return
-    try:
-        install.plan_again(model)
-        log_plan("planned again", install, type(model).__name__)
-    except (BudgetError, OutOfMemoryError) as error:
-        if install.released:
-            warn(
-                f"the memory that was given back cannot be taken again: {error}; each read copies its weight"
-            )
-        else:
-            warn(f"the model's weights have changed, and no new plan fits: {error}; the old plan stays")
-
-
-@untraced
-def _call_begins(session: Session, module: nn.Module | None) -> int:
-    if torch._C._get_tracing_state() is not None:
-        raise ConfigError(
-            "an installed model was called by torch.jit.trace, or by an export that traces "
-            "(torch.onnx.export with dynamo=False); the trace would keep every weight on the device, as a "
-            "constant. Call dynswap_ext.uninstall(model) first, or use torch.compile or torch.export"
-        )
-    if session.outdated:
-        _replan(session)
-    install = installation_of(session)
-    return 0 if install is None else install.call_begins(module)
-
-
-@untraced
-def _call_failed(session: Session, error: BaseException) -> None:
-    install = installation_of(session)
-    if install is not None:
-        install.tuner.call_failed(error)
-        _name_unloaded_weights(session, error)
-
-
-def _name_unloaded_weights(session: Session, error: BaseException) -> None:
-    """Add the names of weights on the meta device to an error of torch, which names only the device.
-
-    Libraries register such weights and load them later, so they are no error until a forward reads them.
-    """
-    model = model_of(session)
-    if model is None or not isinstance(error, RuntimeError) or "meta" not in str(error):
-        return
-    plain = [module for module in modules_of(model) if not is_scripted(type(module))]
-    meta = [
-        name_in(model, master) for module in plain for _, master, _ in own_masters(module) if master.is_meta
-    ]
-    if meta:
-        error.args = (f"{error} These weights have not been loaded yet: {listed(meta)}",)
 
 
 def log_plan(what: str, install: Installation, of: str) -> None:

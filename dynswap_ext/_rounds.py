@@ -1,13 +1,21 @@
-"""Finds where a pass begins if several models share an install: a pass is one round of all of them.
+"""Finds where passes begin that are measured, if several models share an install or several threads call it.
 
-A pipeline calls its text encoder once, its denoiser thirty times and its decoder once. The whole round is
-measured, because it decides how much a weight saves by staying on the device. No program says where a round
-begins, so that is inferred from the calls: a round begins when all models that take part have been called,
-and one of them is called again after another.
+If several models share an install, a pass is one round of all of them. A pipeline calls its text encoder
+once, its denoiser thirty times and its decoder once. The whole round is measured, because it decides how much
+a weight saves by staying on the device. No program says where a round begins, so that is inferred from the
+calls: a round begins when all models that take part have been called, and one of them is called again after
+another.
+
+Note [Passes of several threads]: threads that call the model at the same time share the bus and the device,
+so they are measured together. A pass counts if its thread has then made more passes than any thread before;
+meanwhile each of the other threads makes about as many. Where each thread makes only one pass, none would
+count after the first. So a pass also counts after many that did not.
 """
 
 from __future__ import annotations
 
+import threading
+from collections import Counter
 from typing import Final, NamedTuple
 
 #: If a model is called this many times in a row, or more than twice as often as in any earlier row of calls,
@@ -18,6 +26,8 @@ _LOOP: Final = 64
 _RETURNS: Final = 16
 #: So many calls in a row have different numbers; later ones share the last number.
 _MOST_IN_A_ROW: Final = 1024
+#: If so many passes in a row would not count, the last of them does: Note [Passes of several threads].
+_MOST_THREADS: Final = 64
 
 
 class RoundCall(NamedTuple):
@@ -75,3 +85,24 @@ class Rounds:
         key = model, min(self._in_a_row, _MOST_IN_A_ROW - 1)
         number = self._numbers.setdefault(key, len(self._numbers) + 1)
         return RoundCall(begins, is_new, number, self._in_a_row)
+
+
+class Passes:
+    """Tells which passes of several threads count: Note [Passes of several threads]."""
+
+    def __init__(self) -> None:
+        self._of_thread: Counter[int] = Counter()
+        self._most = 0
+        #: Passes that did not count since the last one that did.
+        self._others = 0
+
+    def is_one_more(self) -> bool:
+        """Note that this thread begins a pass, and return whether the pass counts."""
+        thread = threading.get_ident()
+        self._of_thread[thread] += 1
+        self._others += 1
+        if self._of_thread[thread] <= self._most and self._others < _MOST_THREADS:
+            return False
+        self._most += 1
+        self._others = 0
+        return True

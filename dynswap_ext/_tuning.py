@@ -1,4 +1,4 @@
-"""`budget="auto"` and `Handle.retune`: measures passes, and chooses by them which weights stay on the device.
+"""Measures passes, and chooses by them which weights stay: for `budget="auto"` and `Handle.retune`.
 
 Note [When a plan is tuned]: the first pass of a model is not typical: every weight is copied for the first
 time, kernels are chosen, caches are filled. So one pass goes by, the next ones are recorded, and the plan is
@@ -7,11 +7,6 @@ weight is in use: weights of the old plan that other threads or kept tensors hol
 together with those of the new plan. If threads take turns, or tensors are kept, that may never happen. So
 after some passes the plan is made anyway, for the memory that these cannot hold. If a CUDA graph has captured
 weights, it would look for them at their old addresses, so then the plan waits without a limit.
-
-Note [Passes of several threads]: threads that call the model at the same time share the bus and the device,
-so they are measured together. A pass counts if its thread has then made more passes than any thread before;
-meanwhile each of the other threads makes about as many. Where each thread makes only one pass, none would
-count after the first. So a pass also counts after many that did not.
 
 Note [Steps within a round]: if several models share an install, a pass is a round, and the first round of a
 pipeline may take minutes. If it calls one of the models several times in a row, such as a denoiser, these
@@ -23,20 +18,20 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Protocol
 
 import torch
 
-from dynswap_ext._saved_plan import SavedPlan
+from dynswap_ext._rounds import Passes
+from dynswap_ext._saved_plan import SavedPlan, Tuning
 from dynswap_ext._swap.module_registry import model_of
 from dynswap_ext._swap.protocol import Session
 from dynswap_ext._util.device_memory import DeviceMemory
 from dynswap_ext._util.log import logger
 from dynswap_ext._util.memory import all_bytes, format_bytes, free_bytes, free_for_others
 from dynswap_ext._util.peak_memory import PeakMemory
-from dynswap_ext._util.units import show_budget, show_rate, show_seconds
+from dynswap_ext._util.units import show_budget, show_seconds
 from dynswap_ext._util.warn import warn
 from dynswap_ext.config import Budget, Options
 from dynswap_ext.errors import BudgetError, OutOfMemoryError
@@ -48,8 +43,6 @@ _MOST_WARM_UP = 64
 _MEASURED = 2
 #: Passes of all threads for which a plan that is due waits at most: Note [When a plan is tuned].
 _PATIENCE = 64
-#: If so many passes in a row would not count, the last of them does: Note [Passes of several threads].
-_MOST_THREADS = 64
 
 #: By this factor, more memory is left for activations than was measured, as they differ from pass to pass.
 _ACTIVATION_MARGIN = 1.1
@@ -63,68 +56,6 @@ _HEADROOM_STEPS = 8
 _HEADROOM_PATIENCE = 8
 #: A budget that was too large is multiplied by this.
 _SHRINK = 0.75
-
-
-@dataclass(frozen=True)
-class Tuning:
-    """Measurements of passes, and the plan that followed from them. Times are in seconds of one pass.
-
-    ``print`` shows it.
-    """
-
-    #: The number of passes that were measured; 0 if none could be.
-    passes: int
-    #: Bytes that weights may take on the device in the new plan; None: only what `prefetch` needs.
-    budget: int | None
-    #: Bytes by which the peak of the device's memory in the measured passes exceeded its use before them. 0
-    #: if they were not measured for this plan.
-    activation_bytes: int
-    #: Time of a pass without waits for weights. With several threads, the time in which not all of them
-    #: waited, divided by the passes that they made together.
-    compute_seconds: float
-    #: Time of a pass that was spent in waits for weights.
-    wait_seconds: float
-    #: Bytes per second of the copies, while any was under way; 0 if there were none.
-    bytes_per_second: float
-    #: Time of a pass with the plan before, according to the engine's simulation. None if no weights could be
-    #: chosen by time: without a budget or copies, or with the pure-Python provider.
-    seconds_before: float | None
-    #: Time of a pass with the new plan, according to the engine's simulation. None if no weights could be
-    #: chosen by time: without a budget or copies, or with the pure-Python provider.
-    seconds_after: float | None
-    #: Bytes of weights that stayed on the device (residents) and lost their memory to other tensors inside a
-    #: call, since the tuning before this one.
-    given_way_bytes: int = 0
-
-    def __str__(self) -> str:
-        rate = show_rate(self.bytes_per_second, "B/s")
-        lines = [
-            f"budget {show_budget(self.budget)}"
-            + (f"; activations {format_bytes(self.activation_bytes)}" if self.activation_bytes else ""),
-            f"{self.passes} passes measured: {show_seconds(self.compute_seconds)} of compute and "
-            f"{show_seconds(self.wait_seconds)} of waits each; "
-            + (f"copies at {rate}" if self.bytes_per_second else "no copies"),
-        ]
-        if self.seconds_before is not None and self.seconds_after is not None:
-            lines.append(
-                f"predicted: {show_seconds(self.seconds_after)} a pass with the new plan, "
-                f"{show_seconds(self.seconds_before)} with the one before"
-            )
-        return "\n".join(lines)
-
-
-def _tuning_of(saved: SavedPlan) -> Tuning | None:
-    """Return the measurements that are saved with a plan; None if there are none."""
-    if saved.tuning is None:
-        return None
-    try:
-        if wrong := [
-            name for name, value in saved.tuning.items() if not isinstance(value, (int, float, type(None)))
-        ]:
-            raise TypeError(f"{wrong[0]} is no number")
-        return Tuning(**saved.tuning)
-    except TypeError as error:
-        raise saved.refused(f"what was measured is damaged: {error}") from error
 
 
 class HasBudget(Protocol):
@@ -151,11 +82,11 @@ class Tuner:
         saved = install.saved_plan
         #: Passes until the next plan is made; None if none is to be measured.
         self._calls_left: int | None = _WARM_UP + _MEASURED if self._automatic and saved is None else None
-        self._passes = _Passes()
+        self._passes = Passes()
         #: Passes for which a plan that is due has waited.
         self._waited = 0
         self._peak: PeakMemory | None = None
-        self.latest = None if saved is None else _tuning_of(saved)
+        self.latest = None if saved is None else saved.tuning
         self._warm_up = _WARM_UP
         #: Whether calls of one model in a row are recorded: Note [Steps within a round].
         self._in_row = False
@@ -199,7 +130,8 @@ class Tuner:
     def follow(self, earlier: Tuner) -> None:
         """Continue for the tuner of an earlier session of the same install, with the same budget.
 
-        Its measurements are lost with that session, so passes are measured again for what it had planned.
+        The measurements of that session are lost. If it had any, or was asked for them, passes are measured
+        again.
         """
         self.latest = earlier.latest
         if earlier.latest is not None or earlier._asked:
@@ -291,7 +223,7 @@ class Tuner:
 
     def _count_from(self, calls: int) -> None:
         self._calls_left = calls
-        self._passes = _Passes()
+        self._passes = Passes()
 
     def _step(self) -> None:
         if self._calls_left is None or (self._calls_left > 0 and not self._passes.is_one_more()):
@@ -389,7 +321,7 @@ class Tuner:
         self._in_row = False
 
     def _room(self, activations: int) -> int | None:
-        """Return the bytes of the device that such activations leave for weights; None if they leave none."""
+        """Return the bytes that activations of this size leave for weights; None if they leave none."""
         device, held = self._session.device, self._held()
         free = free_bytes(device) - int(_ACTIVATION_MARGIN * activations)
         if self._headroom is None:
@@ -445,27 +377,6 @@ class Tuner:
             show_seconds(self.latest.compute_seconds),
             show_seconds(self.latest.wait_seconds),
         )
-
-
-class _Passes:
-    """Tells which passes of several threads count: Note [Passes of several threads]."""
-
-    def __init__(self) -> None:
-        self._of_thread: Counter[int] = Counter()
-        self._most = 0
-        #: Passes that did not count since the last one that did.
-        self._others = 0
-
-    def is_one_more(self) -> bool:
-        """Note that this thread begins a pass, and return whether the pass counts."""
-        thread = threading.get_ident()
-        self._of_thread[thread] += 1
-        self._others += 1
-        if self._of_thread[thread] <= self._most and self._others < _MOST_THREADS:
-            return False
-        self._most += 1
-        self._others = 0
-        return True
 
 
 def smaller_budget(budget: int) -> int | None:

@@ -14,9 +14,9 @@ import torch
 from dynswap_ext._host_memory import host_memory
 from dynswap_ext._installation import Installation
 from dynswap_ext._provider import obstacle_to_giving_way
+from dynswap_ext._saved_plan import Tuning
 from dynswap_ext._swap.class_swap import take_pending
 from dynswap_ext._swap.compile_support import flush_graphs
-from dynswap_ext._tuning import Tuning
 from dynswap_ext.errors import BudgetError, OutOfMemoryError, ShortfallError
 from dynswap_ext.profile.recording import Recorder, figures_of
 from dynswap_ext.profile.report import Report

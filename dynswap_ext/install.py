@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from dynswap_ext import _provider, config
+from dynswap_ext._calls import hooks
 from dynswap_ext._installation import Installation, detach, installation_of, lock, log_plan
 from dynswap_ext._swap import distributed, other_offloading
 from dynswap_ext._swap.choices import Choices
@@ -184,7 +185,7 @@ def install_with(given: Installable, options: config.Options, naming: ClassNamin
         choices.survey(model)
         modules = modules_of(model)
         scripted = _survey(model, modules, choices)
-        made = Installation(options, provider, choices, naming, begun=begun)
+        made = Installation(options, provider, choices, hooks(choices, options.dtype), naming, begun=begun)
         try:  # a warning may be an error, after which the model is as it was
             made.draft(model, modules)
             if made.session.sampled_bytes:

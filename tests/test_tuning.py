@@ -20,7 +20,7 @@ from torch import nn
 import dynswap_ext
 import pretend_cuda
 from conftest import Provider
-from dynswap_ext import ConfigError, _tuning, testing
+from dynswap_ext import ConfigError, _rounds, _tuning, testing
 from dynswap_ext._util import memory, peak_memory
 from sample_models import mlp
 
@@ -294,7 +294,7 @@ def test_threads_that_call_at_the_same_time_are_measured_together(provider: Prov
 def test_threads_that_make_one_pass_each_are_measured(
     provider: Provider, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_tuning, "_MOST_THREADS", 3)
+    monkeypatch.setattr(_rounds, "_MOST_THREADS", 3)
     model = model_of_layers()
     moved, handle = provider.pair(model, budget=6 * LAYER + SLACK)
     x = provider.randn(2, WIDTH)
