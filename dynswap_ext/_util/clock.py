@@ -1,4 +1,4 @@
-"""How long the work of a device takes."""
+"""Measures how long the work of a device takes."""
 
 from __future__ import annotations
 
@@ -9,21 +9,22 @@ import torch
 
 
 def timing_event(device: torch.device | None = None) -> torch.Event:
-    """Return an event of the accelerator that ``elapsed_time()`` accepts."""
+    """Return an event of an accelerator that records its time, as ``elapsed_time()`` needs."""
     return torch.Event(device, enable_timing=True)
 
 
 class DeviceClock:
-    """Marks points of a device's time: on an accelerator by events of the current stream, else by the clock.
+    """Measures the time between two points of a device's work, which are called marks.
 
-    A mark costs no host synchronisation; reading the time between two marks waits for the later one.
+    On an accelerator a mark is an event on the current stream, so setting one does not synchronise the host.
+    On the CPU it is a reading of the host's clock.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = None if device.type == "cpu" else device
 
     def mark(self) -> Any:
-        """Mark the point that the device's work has come to."""
+        """Return a mark after the work that the current stream has now; on the CPU, of this moment."""
         if self._device is None:
             return time.perf_counter()
         event = timing_event(self._device)
@@ -31,13 +32,13 @@ class DeviceClock:
         return event
 
     def seconds(self, begin: Any, end: Any) -> float:
-        """Return the seconds between two marks."""
+        """Return the seconds between two marks. Waits until the device has reached the later one."""
         if self._device is None:
             return float(end - begin)
         end.synchronize()
         return float(begin.elapsed_time(end)) / 1e3
 
     def wait(self) -> None:
-        """Wait until the device has done its work."""
+        """Wait until the device has done all work that it was given."""
         if self._device is not None:
             torch.accelerator.synchronize(self._device)

@@ -10,15 +10,15 @@ from dynswap_ext.errors import ConfigError
 
 #: Names of functions in `torch.accelerator`, and in the device's own module (`torch.xpu`) where that differs.
 _OWN_NAMES: Final = {"get_memory_info": "mem_get_info"}
-#: The field of the device's properties that says so, in torch.cuda and in torch.xpu.
+#: The field of a device's properties that is true of integrated GPUs, in torch.cuda and in torch.xpu.
 _INTEGRATED: Final = ("is_integrated", "is_integrated_gpu")
 
 
 class DeviceMemory:
     """The memory figures of an accelerator, in bytes.
 
-    `torch.accelerator` is asked first. It serves devices whose allocator derives from torch's own class.
-    Other devices have these functions in their own module.
+    They come from `torch.accelerator`, which serves devices whose allocator derives from torch's own class.
+    For other devices they come from the device's module, such as `torch.xpu`.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -27,8 +27,8 @@ class DeviceMemory:
     def is_the_hosts(self) -> bool:
         """Return whether the device computes in the host's own memory, as integrated GPUs do.
 
-        Asks the driver. False where torch does not tell, and for a device that reads the host's memory as
-        its own but has faster memory besides (GH200).
+        This asks the driver. False where torch does not tell, and for a device that can read the host's
+        memory but has faster memory of its own (GH200).
         """
         if self._device.type == "mps":
             return True
@@ -40,42 +40,42 @@ class DeviceMemory:
         return any(getattr(properties, name, False) for name in _INTEGRATED)
 
     def free(self) -> int:
-        """Return what could be allocated: what the driver has free, and what the allocator holds unused.
+        """Return the bytes that this process could still allocate.
 
-        It is less where the process may take a part of the memory only
-        (`torch.cuda.set_per_process_memory_fraction`).
+        These are what the driver has free plus what torch's allocator holds unused. They are fewer if
+        `torch.cuda.set_per_process_memory_fraction` limits the process to a part of the memory.
         """
         reserved = int(self._ask("memory_reserved"))
         return max(0, min(self.free_for_others(), self.total() - reserved)) + reserved - self.allocated()
 
     def free_for_others(self) -> int:
-        """Return what the driver has free: the most that other processes could take."""
+        """Return the bytes that the driver has free, which other processes could take."""
         return int(self._ask("get_memory_info")[0])
 
     def total(self) -> int:
-        """Return how much memory the device has, as far as this process may take it."""
+        """Return the bytes of the device's memory, or of the fraction that this process may take of it."""
         total = int(self._ask("get_memory_info")[1])
         own = getattr(torch, self._device.type, None)
         fraction = getattr(own, "get_per_process_memory_fraction", None)
         return total if fraction is None else int(fraction(self._device) * total)
 
     def empty_cache(self) -> None:
-        """Have the allocator give what it holds unused back to the driver, for other processes."""
+        """Make torch's allocator return its unused memory to the driver, for other processes."""
         own = getattr(torch, self._device.type, None)
         empty = getattr(own, "empty_cache", None)  # the CPU has none
         if empty is not None:
             empty()
 
     def allocated(self) -> int:
-        """Return what the allocator has given out."""
+        """Return the bytes that torch's allocator has given out."""
         return int(self._ask("memory_allocated"))
 
     def peak(self) -> int:
-        """Return the most that it had given out at a time, since `reset_peak`."""
+        """Return the most bytes that torch's allocator had given out at one time since `reset_peak`."""
         return int(self._ask("max_memory_allocated"))
 
     def reset_peak(self) -> None:
-        """Set the peak to what is given out now."""
+        """Begin a new measurement of `peak`, from what torch's allocator has given out now."""
         self._ask("reset_peak_memory_stats")
 
     def _ask(self, name: str) -> Any:

@@ -1,7 +1,7 @@
 """The dtypes in which transformers or diffusers would have loaded the weights of a model.
 
-This asks the libraries what their `from_pretrained(dtype=...)` does, and not what an install casts, which is
-compared with it. Note [Kept in float32] has the rule that an install follows.
+This asks the libraries themselves what their `from_pretrained(dtype=...)` does, for the plain models that an
+installed model is compared with. An install does not ask: it follows the rule of Note [Kept in float32].
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import nn
 
 from dynswap_ext.errors import DynswapWarning
 
-#: peft puts a layer that it adapts, and each copy of one that it saves whole, under these names into another.
+#: Names in modules of peft: of the layer that it adapts, and of the copies of a layer that it saves whole.
 _OF_PEFT = re.compile(r"\.(?:base_layer|original_module|modules_to_save\.[^.]+)(?=\.)")
 
 
@@ -35,9 +35,8 @@ def dtypes_as_loaded(model: nn.Module, dtype: torch.dtype | None) -> dict[tuple[
     for root in _library_models(model):
         try:
             loaded = (_of_transformers if _is("transformers", root) else _of_diffusers)(root, dtype)
-        except (
-            Exception
-        ) as error:  # another version of the library, or a constructor that takes more than a config
+        except Exception as error:
+            # Another version of the library, or a constructor that takes more than a config.
             warnings.warn(
                 f"what from_pretrained(dtype={dtype}) does with a {type(root).__name__} cannot be asked "
                 f"({type(error).__name__}: {error}); all its weights are cast, as .to(dtype) does",
@@ -54,7 +53,7 @@ def dtypes_as_loaded(model: nn.Module, dtype: torch.dtype | None) -> dict[tuple[
 
 
 def _library_models(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the models of a library in a tree, but for those that are parts of others."""
+    """Yield the outermost models of transformers or diffusers in a tree of modules."""
     if _is("transformers", model) or _is("diffusers", model):
         yield model
         return
@@ -63,7 +62,7 @@ def _library_models(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _is(library: str, module: nn.Module) -> bool:
-    """Return whether a module is a model of this library, which need not be imported for that."""
+    """Return whether a module is a model of this library. Does not import the library."""
     path, name = {
         "transformers": ("transformers.modeling_utils", "PreTrainedModel"),
         "diffusers": ("diffusers.models.modeling_utils", "ModelMixin"),
@@ -92,7 +91,7 @@ def _of_transformers(model: Any, dtype: torch.dtype) -> dict[str, torch.dtype]:
 
 
 def _of_diffusers(model: Any, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    accelerate: Any = importlib.import_module("accelerate")  # which diffusers takes for this, too
+    accelerate: Any = importlib.import_module("accelerate")  # diffusers uses it for this, too
     kind = type(model)
     before = torch.get_default_dtype()
     with accelerate.init_empty_weights(), torch.random.fork_rng(devices=[]):

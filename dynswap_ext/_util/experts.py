@@ -1,4 +1,7 @@
-"""Which modules are experts: a router chooses some of them for each token, in no order."""
+"""Finds the experts of a model: modules of which a router chooses some for each token, in no fixed order.
+
+Fused experts are the slices of one parameter along its first dimension.
+"""
 
 from __future__ import annotations
 
@@ -11,34 +14,39 @@ from torch.nn.parameter import is_lazy
 
 from dynswap_ext._util.own_masters import own_masters
 
-#: Fused experts are the slices of one parameter with at least as many dimensions.
+#: A parameter with fused experts has at least so many dimensions.
 _FUSED_DIMENSIONS: Final = 3
-#: In names of a checkpoint: one expert of several, as in "mlp.experts.3.", and what fused experts are called.
+#: In the name of a checkpoint's weight: one expert of several, as in "mlp.experts.3.".
 _ONE_OF_SEVERAL: Final = re.compile(r".*?\w*expert\w*\.(expert_?)?\d+(?=\.)")
+#: In the name of a checkpoint's weight: a word for fused experts.
 _OF_EXPERTS: Final = re.compile(r"expert|exps|(^|[._])moe")
 
 
 class Experts(NamedTuple):
-    """What of a module is used without an order."""
+    """The experts in one module: fused ones in its parameters, or the one that it belongs to."""
 
-    #: How many experts its parameters are the slices of, along their first dimension; 0: none.
+    #: How many experts are fused in the module's parameters; 0: none are.
     slices: int = 0
-    #: The place of the expert that the module is, or is a part of; -1: it is none.
+    #: The place, in a list of modules, of the expert that the module is or is a part of; -1: there is none.
     expert: int = -1
 
 
 def experts_of_modules(
     modules: Sequence[nn.Module], stacked: Iterable[int] | None = None
 ) -> dict[int, Experts]:
-    """Return the modules that are experts, or have the weights of several, by their places.
+    """Return which modules belong to an expert or have fused experts, by their places in `modules`.
 
-    Fused experts are one parameter of three dimensions, whose first is the number of experts: an attribute of
-    the module with "experts" in its name, as in transformers (`num_experts`). Other experts are the children
-    of a list or dict of modules that has "expert" in its name. If these are lists themselves, one for each
-    layer, experts are the children of those.
+    Fused experts are a parameter of three or more dimensions. The first one has the size of an attribute of
+    the module with "experts" in its name, as `num_experts` in transformers. Other experts are the children,
+    two or more, of a list or dict of modules with "expert" in its name. If that contains lists or dicts, one
+    for each layer, the experts are the children of the innermost ones.
 
-    Parents come before their children. `stacked` are the places of the modules that have a parameter of three
-    dimensions; by default, each is looked at.
+    Parameters
+    ----------
+    modules
+        Parents come before their children.
+    stacked
+        The places of the modules that may have fused experts. Default: all.
     """
     found = {
         place: Experts(slices)
@@ -49,7 +57,7 @@ def experts_of_modules(
         child
         for module in modules
         if module._modules
-        for name, child in list(module._modules.items())  # another thread may add some
+        for name, child in list(module._modules.items())  # another thread may add children
         if "expert" in name and isinstance(child, nn.ModuleList | nn.ModuleDict)
     ]
     place_of = {id(module): place for place, module in enumerate(modules)} if lists else {}
@@ -71,9 +79,10 @@ def experts_of_modules(
 
 
 def experts_of_names(shapes: Mapping[str, Sequence[int]]) -> dict[str, tuple[int, str]]:
-    """Return which of the named weights are experts, as far as names and shapes tell.
+    """Return which weights belong to experts, as far as their names and shapes tell.
 
-    For fused experts that is how many there are, for others the name of the expert, and else nothing.
+    The value for a weight with fused experts is their number and "", for a weight of one expert 0 and the
+    name of the expert. Other weights are left out.
     """
     found: dict[str, tuple[int, str]] = {}
     lists: dict[str, set[str]] = {}
@@ -95,13 +104,13 @@ def experts_of_names(shapes: Mapping[str, Sequence[int]]) -> dict[str, tuple[int
 
 
 def _lists_in(modules: nn.Module) -> list[nn.Module]:
-    """Return the innermost lists or dicts of modules in a list or dict; itself if it contains none."""
+    """Return the innermost lists or dicts of modules in a list or dict, or that itself if it has none."""
     lists = [child for child in modules.children() if isinstance(child, nn.ModuleList | nn.ModuleDict)]
     return [inner for each in lists for inner in _lists_in(each)] or [modules]
 
 
 def is_stacked(parameter: nn.Parameter | None) -> TypeGuard[nn.Parameter]:
-    """Return whether a parameter may have fused experts: it is there, and has enough dimensions."""
+    """Return whether a parameter exists and has enough dimensions for fused experts."""
     if parameter is None or is_lazy(parameter) or parameter.is_nested:
         return False
     return parameter.dim() >= _FUSED_DIMENSIONS

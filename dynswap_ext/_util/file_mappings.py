@@ -1,4 +1,4 @@
-"""What this process has mapped from files: the one index from an address to a place in a file."""
+"""The files that are mapped into this process's memory, and the place in a file that an address shows."""
 
 from __future__ import annotations
 
@@ -11,30 +11,31 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
-#: Names that the kernel gives to memory.
+#: Beginnings of the names of mappings that are not of ordinary files.
 _MEMORY: Final = ("/dev/", "/memfd:", "/SYSV")
 _PAGE: Final = mmap.PAGESIZE
-# Of an entry of /proc/self/pagemap (Documentation/admin-guide/mm/pagemap.rst).
+# Bits of an entry of /proc/self/pagemap (Documentation/admin-guide/mm/pagemap.rst).
 _HERE: Final = 1 << 63 | 1 << 62  # present, or swapped
 _OF_FILE: Final = 1 << 61
 
 
 class Mapping(NamedTuple):
-    """One file range in this process's memory."""
+    """A range of a file that is mapped into this process's memory."""
 
+    #: The first address, and the one after the last.
     begin: int
     end: int
-    #: Bytes from the start of the file to what is at `begin`.
+    #: The offset in the file of the byte at `begin`.
     offset: int
-    #: Major and minor number, as in "fd:00".
+    #: The major and minor number of the file's device, as in "fd:00".
     device: str
     inode: int
-    #: The file's path as it was mapped; the kernel adds " (deleted)".
+    #: The path of the file when it was mapped. If the file is deleted, the kernel adds " (deleted)".
     name: str
 
     @property
     def path(self) -> Path | None:
-        """The file, if it can still be read under its name; None for one that is deleted or was replaced."""
+        """The path of the file; None if the file was deleted or replaced, or may not be read."""
         try:
             status = os.stat(self.name)
         except OSError:
@@ -44,12 +45,12 @@ class Mapping(NamedTuple):
         return Path(self.name) if same and os.access(self.name, os.R_OK) else None
 
     def offset_of(self, address: int) -> int:
-        """Return where the byte at an address is in the file."""
+        """Return the offset in the file of the byte at an address."""
         return self.offset + address - self.begin
 
 
 def mappings() -> list[Mapping]:
-    """Return the files that are mapped now, by address; none where the kernel has no list (not Linux)."""
+    """Return the file mappings of this process, in the order of their addresses; none outside Linux."""
     try:
         lines = Path("/proc/self/maps").read_text(errors="replace").splitlines()  # proc_pid_maps(5)
     except OSError:
@@ -62,7 +63,7 @@ def mappings() -> list[Mapping]:
         begin, end = (int(address, 16) for address in addresses.split("-"))
         new = Mapping(begin, end, int(offset, 16), device, int(inode), name[0])
         last = found[-1] if found else None
-        # A write to a private mapping can split it.
+        # A write to a private mapping can split it: the parts are joined again.
         if last and new == (last.end, end, last.offset + last.end - last.begin, *last[3:]):
             found[-1] = last._replace(end=end)
         else:
@@ -71,7 +72,7 @@ def mappings() -> list[Mapping]:
 
 
 class FileMappings:
-    """The mappings of files that this process has at one moment."""
+    """An index of the file mappings that this process has when the object is made."""
 
     def __init__(self) -> None:
         self._mappings = mappings()
@@ -80,12 +81,12 @@ class FileMappings:
         return len(self._mappings)
 
     def find(self, address: int) -> Mapping | None:
-        """Return the mapping that has this address."""
+        """Return the mapping that contains an address; None if there is none."""
         at = bisect_right(self._mappings, address, key=lambda mapping: mapping.begin) - 1
         return self._mappings[at] if at >= 0 and address < self._mappings[at].end else None
 
     def overlapping(self, address: int, nbytes: int) -> list[Mapping]:
-        """Return the mappings that have any of these bytes, by address: one, or those of a fused weight."""
+        """Return the mappings that contain any of the bytes at an address. A fused weight has several."""
         first = bisect_right(self._mappings, address, key=lambda mapping: mapping.end)
         last = bisect_right(self._mappings, address + nbytes - 1, key=lambda mapping: mapping.begin)
         return self._mappings[first:last]
@@ -122,14 +123,17 @@ def written_bytes(ranges: Sequence[tuple[int, int]]) -> int:
 
 
 def private_pages(address: int, count: int) -> Iterator[tuple[int, int]]:
-    """Yield ranges of addresses that are this process's own memory and not the file's."""
+    """Yield the parts of `count` mapped bytes at an address that are on pages which were written to.
+
+    Each part is a begin and an end. Such pages are this process's own, and may differ from the file.
+    """
     first, last = address // _PAGE, -(-(address + count) // _PAGE)
     entries = array.array("Q")
     try:
         with open("/proc/self/pagemap", "rb", buffering=0) as pagemap:
             pagemap.seek(first * entries.itemsize)
             entries.frombytes(pagemap.read((last - first) * entries.itemsize))
-    except OSError:  # a container may hide it: then any page may be
+    except OSError:  # a container may hide the pagemap: then any page may have been written to
         yield address, address + count
         return
     for page, entry in enumerate(entries, first):
@@ -140,7 +144,7 @@ def private_pages(address: int, count: int) -> Iterator[tuple[int, int]]:
 def drop_file_cache(path: Path) -> None:
     """Drop a file's pages from this process's mappings and from the page cache.
 
-    Only for files that were not written to through a private mapping: such pages would be lost.
+    What was written through a private mapping of the file would be lost.
     """
     if not hasattr(os, "posix_fadvise"):
         return

@@ -1,4 +1,4 @@
-"""List names in a sentence, or each on its line."""
+"""Writes lists of names for messages."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def listed(names: Sequence[str], most: int = 5, *, lines: bool = False) -> str:
-    """Join the first `most` names, and say how many more there are."""
+    """Join the first `most` names by commas, or by line breaks, and say how many more there are."""
     more = f"and {len(names) - most:,} more" if len(names) > most else ""
     if lines:
         return "\n".join([*names[:most], *filter(None, [more])])

@@ -1,6 +1,6 @@
 """The package's logger, "dynswap_ext": silent unless the program, or ``DYNSWAP_LOG``, asks for it.
 
-Nothing is logged where weights are accessed.
+An access to a weight logs nothing, to stay fast.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ logger.addHandler(logging.NullHandler())
 
 
 class _ToStderr(logging.Handler):
-    """Writes to what stderr is by then, as programs and tests exchange it."""
+    """Writes to `sys.stderr` as it is at that moment, because programs and tests replace it."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
@@ -28,7 +28,7 @@ _to_stderr.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s: %
 
 
 def log_to_stderr(level: int | None) -> None:
-    """Log to stderr from a level of `logging` on; None ends what an earlier call has begun."""
+    """Log records of a level of `logging`, and of higher ones, to stderr; None stops that."""
     if level is not None:
         logger.addHandler(_to_stderr)
         logger.setLevel(level)

@@ -1,4 +1,4 @@
-"""Amounts of memory: how a person writes them, and how much a device has free."""
+"""Amounts of memory as people write and read them, and the memory that a device has, in all and free."""
 
 from __future__ import annotations
 
@@ -18,25 +18,27 @@ from dynswap_ext._util.device_memory import DeviceMemory
 from dynswap_ext._util.option_names import did_you_mean
 from dynswap_ext.errors import ConfigError
 
-#: Budgets by name: what the measured calls leave, and only what `prefetch` needs.
+#: The budget that leaves as much memory as measured calls of the model need for activations.
 AUTO: Final = "auto"
+#: The budget that holds no more than what `prefetch` needs.
 MINIMUM: Final = "minimum"
-#: The rest is for activations, until they have been measured.
+#: The share of the free memory that an automatic budget takes until activations have been measured.
 _FIRST_SHARE: Final = 0.5
 
 _AVAILABLE: Final = re.compile(r"^MemAvailable:\s+(\d+) kB", re.MULTILINE)
 _GROUPS: Final = Path("/sys/fs/cgroup")
 _GROUPS_OF_PROCESS: Final = Path("/proc/self/cgroup")
-#: The files with a control group's limit and its use, and the fields of memory.stat that count cached pages
-#: of files. These count as used, but the system takes them back before the limit is reached: those that were
-#: read once (inactive) first, then the others. The machine's MemAvailable has both lists, too.
+#: For each version of control groups: the files with a group's limit and its use, and the fields of
+#: memory.stat that count cached pages of files. Such pages count as used, but the system frees them before
+#: the limit is reached: first those that were read once (inactive), then the others. The machine's
+#: MemAvailable counts both as available, too.
 _FILES_OF_VERSION_1: Final = (
     "memory.limit_in_bytes",
     "memory.usage_in_bytes",
     ("total_inactive_file", "total_active_file"),
 )
 _FILES_OF_VERSION_2: Final = ("memory.max", "memory.current", ("inactive_file", "active_file"))
-#: Without a limit, version 1 has the largest number that is whole pages.
+#: A group of version 1 without a limit shows a larger number than this, the largest multiple of a page.
 _NO_LIMIT: Final = 1 << 62
 
 _AMOUNT: Final = re.compile(r"\s*([+-]?[\d.]+(?:e[+-]?\d+)?)\s*([a-zµ/]*)\s*", re.IGNORECASE)
@@ -49,7 +51,10 @@ _BYTES: Final = {
 
 
 def parse_amount(text: str, units: Mapping[str, float]) -> float:
-    """Return a number times its unit, one of `units` in lower case; NaN if the text has another form."""
+    """Return the value of a number with a unit, such as "1.5 GiB"; NaN if the text has another form.
+
+    `units` has the value of each unit by its name in lower case.
+    """
     match = _AMOUNT.fullmatch(text)
     if match and match[2].lower() in units:
         with contextlib.suppress(ValueError):  # "1.2.3"
@@ -58,7 +63,7 @@ def parse_amount(text: str, units: Mapping[str, float]) -> float:
 
 
 def is_named(budget: object, name: str) -> bool:
-    """Return whether a budget is given by this name, in any case."""
+    """Return whether a budget is the name `name`, in upper or lower case."""
     return isinstance(budget, str) and budget.strip().lower() == name
 
 
@@ -70,11 +75,17 @@ def parse_bytes(
     meaning: str = "",
     of: str = "the free memory",
 ) -> int | float:
-    """Read an amount of memory: bytes as an int, a fraction of the free memory as a float in (0, 1].
+    """Read an amount of memory: bytes as an int, or a fraction of some memory as a float in (0, 1].
 
-    For the ConfigError: `option` is what it was given as, `names` are what it may be instead, `meaning` is
-    what else is expected, in words that end in a comma and a space, and a fraction is one `of` that. A unit
-    of one letter is binary, as most tools have it: 6G is 6 GiB.
+    A unit of one letter is binary, as in most tools: "6G" is 6 GiB.
+
+    Parameters
+    ----------
+    given
+        The amount as a user wrote it.
+    option, names, meaning, of
+        For the message of the ConfigError: the option that was given, names that it takes as well, what else
+        it takes (ends in a comma and a space), and the memory that a fraction is a fraction of.
     """
     fraction: float | Fraction | None = given if isinstance(given, float) else None
     if isinstance(given, str) and re.search(r"[%/]|^\s*0?\.", given):
@@ -109,7 +120,7 @@ def parse_fraction(text: str) -> Fraction | None:
 
 
 def format_bytes(given: float | None) -> str:
-    """Write bytes as a person reads them: exact below 1 KiB, else with a binary unit; a dash for None."""
+    """Return a number of bytes as text: exact below 1 KiB, else with a binary unit; "-" for None."""
     if given is None:
         return "-"
     amount = round(given)
@@ -120,24 +131,27 @@ def format_bytes(given: float | None) -> str:
 
 
 def exact_bytes(amount: int) -> str:
-    """Write bytes with a binary unit, and exactly: 1.5 GiB (1610612736 bytes)."""
+    """Return a number of bytes as text, with a binary unit and exactly: 1.5 GiB (1610612736 bytes)."""
     return format_bytes(amount) if amount < 1024 else f"{format_bytes(amount)} ({amount} bytes)"
 
 
 def first_budget(device: torch.device, headroom: int | None = None) -> int:
-    """Return the bytes of an automatic budget until the activations have been measured."""
+    """Return the bytes of an automatic budget before activations have been measured: half of the free memory.
+
+    They are fewer if less than `headroom` bytes would stay free.
+    """
     free = free_bytes(device)
     return max(1, min(int(_FIRST_SHARE * free), free - (headroom or 0)))
 
 
 def ram_limit() -> int:
-    """Return how much RAM this process may use: the machine's, or less if a control group limits it."""
+    """Return the bytes of RAM that this process may use: the machine's, or less under a control group."""
     limits = (group.most() for group in _control_groups())
     return int(min((all_bytes(torch.device("cpu")), *limits)))
 
 
 def all_bytes(device: torch.device) -> int:
-    """Return the memory of the device, in bytes."""
+    """Return the bytes of a device's memory that this process may take; on the CPU, of the machine's RAM."""
     if device.type == "cpu":
         if not hasattr(os, "sysconf"):
             return _ram_of_windows().ullTotalPhys
@@ -146,10 +160,11 @@ def all_bytes(device: torch.device) -> int:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Return the memory that an install on the device could take, in bytes.
+    """Return the bytes that an install on a device could take.
 
     On an accelerator: what the driver has free plus what torch's allocator holds unused. On the CPU: what
-    the system could give without swapping.
+    the system could give without swapping, within the limits of control groups. Raises ConfigError if that
+    cannot be found out.
     """
     try:
         return _free_ram() if device.type == "cpu" else DeviceMemory(device).free()
@@ -160,12 +175,15 @@ def free_bytes(device: torch.device) -> int:
 
 
 def free_for_others(device: torch.device) -> int:
-    """Return the memory that other processes could take, in bytes: what torch's allocator keeps is ours."""
+    """Return the bytes of a device's memory that other processes could take.
+
+    Memory that torch's allocator holds unused is not among them.
+    """
     return _free_ram() if device.type == "cpu" else DeviceMemory(device).free_for_others()
 
 
 class _MemoryStatus(ctypes.Structure):
-    """The structure MEMORYSTATUSEX of Windows."""
+    """The structure MEMORYSTATUSEX of Windows, with the memory of the machine."""
 
     ullTotalPhys: int
     ullAvailPhys: int
@@ -196,16 +214,16 @@ def _free_ram() -> int:
 
 
 def _free_in_group() -> int | float:
-    """Return the RAM that the process's control groups (a container's limit) leave; infinite without a limit.
-
-    Each group above the process's own may have a limit. In a container they are often not visible, and its
-    own group is the root.
-    """
+    """Return the bytes that the limits of control groups (a container) leave; infinity without any."""
     return min((group.free() for group in _control_groups()), default=math.inf)
 
 
 def _control_groups() -> Iterator[_ControlGroup]:
-    """Yield the control groups of the process that count memory, as far as they can be seen."""
+    """Yield the control groups of this process that count memory, from the root to its own.
+
+    Each of them may have a limit. In a container, the root is the container's own group, and folders of the
+    other groups often do not exist: those have no limit.
+    """
     try:
         lines = _GROUPS_OF_PROCESS.read_text().splitlines()
     except OSError:
@@ -230,12 +248,14 @@ class _ControlGroup(NamedTuple):
     """A control group that counts memory."""
 
     folder: Path
+    #: The files with its limit and its use.
     limit: str
     used: str
+    #: The fields of memory.stat that count cached pages of files.
     cached: tuple[str, str]
 
     def most(self) -> int | float:
-        """Return the limit, infinite without one."""
+        """Return the limit of the group in bytes; infinity without one."""
         try:
             limit = int((self.folder / self.limit).read_text())
         except (OSError, ValueError):  # "max" is no number
@@ -243,7 +263,7 @@ class _ControlGroup(NamedTuple):
         return limit if limit < _NO_LIMIT else math.inf
 
     def free(self) -> int | float:
-        """Return what the limit leaves."""
+        """Return the bytes that the limit of the group leaves; infinity without one."""
         limit = self.most()
         if limit == math.inf:
             return limit

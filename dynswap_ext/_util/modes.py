@@ -1,4 +1,4 @@
-"""What `TorchDispatchMode`s see of the operations that an install runs by itself."""
+"""Hides the operations that an install runs by itself from active `TorchDispatchMode`s."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 
 class SeesInstalls(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A mode that sees what installs do, too: it measures, and changes nothing."""
+    """Base class of modes that see an install's own operations, too. They may measure, and change nothing."""
 
 
 @contextlib.contextmanager
 def unseen_by_modes() -> Iterator[None]:
-    """Keep the caller's modes, but for `SeesInstalls`, from what happens here: none of it is theirs.
+    """Disable the active modes, except `SeesInstalls`, for operations that an install runs by itself.
 
-    Selective checkpointing refuses those in backward that it has not seen in forward, and a write that ends
-    while somebody traces, or computes with fake tensors, has to reach the master.
+    Selective checkpointing would refuse operations in backward that it has not seen in forward. And a write
+    has to reach the master even if it ends while a mode traces, or computes with fake tensors.
     """
     traced = _len_torch_dispatch_stack_pre_dispatch()  # type: ignore[no-untyped-call]
     if not traced and not torch._C._len_torch_dispatch_stack():

@@ -1,4 +1,4 @@
-"""Names of weights, written short."""
+"""Short labels for the names of several weights."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ import re
 from collections.abc import Sequence
 from typing import Final
 
-#: Between words; the dots of ``{0..31}`` and ``[0..31]`` are in a word.
+#: A dot between two words of a name, and not one of the dots in ``{0..31}`` or ``[0..31]``.
 _DOT: Final = re.compile(r"\.(?![^{}\[\]]*[\]}])")
-#: The number of a part of a weight, as in ``experts.down_proj[3]``.
+#: The number of a slice of a weight, as in ``experts.down_proj[3]``.
 _PLACE: Final = re.compile(r"\[(\d+)\]$")
 
 
 def key_of(name: str) -> tuple[str | None, ...]:
-    """Return a key that is equal for names which differ in their numbers alone."""
+    """Return a key that is the same for names that differ only in their numbers."""
     return tuple(None if word.isdecimal() else _PLACE.sub("[]", word) for word in name.split("."))
 
 
 def pattern_of(names: Sequence[str], most: int | None = None) -> str:
-    """Return one name for names of one key, such as ``layers.{0..31}.weight``.
+    """Return one pattern for names that differ only in their numbers, such as ``layers.{0..31}.weight``.
 
-    Where numbers have more than `most` ranges, only the ends are named, as in ``layers.{0…31}.weight``.
+    Numbers that form more than `most` ranges are written as the first and the last: ``layers.{0…31}.weight``.
     """
     columns = zip(*(name.split(".") for name in names), strict=True)
     return ".".join(_word(list(dict.fromkeys(column)), most) for column in columns)
@@ -30,7 +30,8 @@ def pattern_of(names: Sequence[str], most: int | None = None) -> str:
 def label_of(names: Sequence[str], each: bool = False) -> str:
     """Return one label for weights that travel together: ``layers.0.mlp (up_proj … down_proj), 3 weights``.
 
-    It names the first and the last module that is used. `each`: the names are patterns of several groups.
+    The names are in the order of use, and the label has the first and the last module. `each`: the names are
+    patterns that stand for several groups, so the label ends in "3 weights each".
     """
     if len(names) <= 1:
         return names[0] if names else "?"
@@ -49,7 +50,10 @@ def label_of(names: Sequence[str], each: bool = False) -> str:
 
 
 def label_of_groups(groups: Sequence[Sequence[str]]) -> str:
-    """Return one label for groups, in their order of use, whose names differ only in their numbers."""
+    """Return one label for several groups of weights, in the order of use.
+
+    The names of the weights of one group differ from those of another only in their numbers.
+    """
     if len(groups) == 1:
         return label_of(groups[0])
     patterns = [pattern_of(names, most=3) for names in zip(*groups, strict=True)]

@@ -1,4 +1,4 @@
-"""Which weights one call needs at the same time: what a budget has to hold, however small it is."""
+"""Finds the weights that one call needs at the same time, which even the smallest budget has to hold."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ _OWN_NAMES: Final = re.compile(
     r"weight|weight_[gv]|bias|running_(mean|var)|num_batches_tracked|in_proj_(weight|bias)"
     r"|[qkv]_proj_weight|bias_[kv]|(weight|bias)_(ih|hh|hr)(_l\d+(_reverse)?)?"
 )
-#: Of these, those of attention, which hands the weights of its child `out_proj` to the same function.
+#: Names in `nn.MultiheadAttention`, which hands the weights of its child `out_proj` to the same function.
 _OF_ATTENTION: Final = re.compile(r"in_proj_(weight|bias)|[qkv]_proj_weight")
 
 
 def units_of_modules(modules: Sequence[nn.Module]) -> tuple[list[int], list[bool]]:
-    """Return the unit of each module, and for each whether a call needs all weights of that unit at once.
+    """Return the unit of each module, and whether a call needs all weights of that unit at once.
 
-    A forward of torch's own hands all weights of its module to one function, and all of them have to be on
-    the device then: with those that parametrise them, and for attention those of its child `out_proj`. Of
-    other forwards, and of other children, that is not known: they may be read one after the other.
+    A forward of torch's own hands all weights of its module to one function, so all of them are needed at
+    once, with those of the module's parametrizations and, for attention, of its child `out_proj`: these are
+    one unit. Any other module is a unit by itself, whose forward may read its weights one after the other.
 
-    Parents come before their children. A unit is the place in `modules` of the first of its modules.
+    In `modules`, parents come before their children. A unit is named by the place of its first module there.
     """
-    types = list(map(type, modules))  # once: another thread may swap some meanwhile
+    types = list(map(type, modules))  # read once: another thread may swap classes meanwhile
     classes = {id(cls): cls for cls in types}
     of_torch = {key: _has_forward_of_torch(cls) for key, cls in classes.items()}
     units = list(range(len(modules)))
@@ -47,9 +47,10 @@ def units_of_modules(modules: Sequence[nn.Module]) -> tuple[list[int], list[bool
 
 
 def units_of_names(modules: Mapping[str, Sequence[str]]) -> list[tuple[list[str], bool]]:
-    """Return the names of each unit, and whether a call needs all of it at once, as far as names tell.
+    """Return the names of each unit's weights, and whether a call needs all of them at once.
 
-    `modules` has the names of weights by what is before their last dot.
+    This is `units_of_modules` for a model of which only names are known. `modules` has the full names of
+    weights by the name of their module.
     """
     own = {module: [name.rpartition(".")[2] for name in names] for module, names in modules.items()}
     units: dict[str, tuple[list[str], bool]] = {}
@@ -66,7 +67,7 @@ def units_of_names(modules: Mapping[str, Sequence[str]]) -> list[tuple[list[str]
 
 
 def _parts(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the module, and those in it whose weights its forward reads together with its own."""
+    """Yield a module, and the modules in it whose weights its forward reads together with its own."""
     yield module
     for name in ("parametrizations", "out_proj"):
         child = module._modules.get(name)
@@ -75,7 +76,7 @@ def _parts(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _has_forward_of_torch(cls: type) -> bool:
-    # Without the class's descriptors: TorchScript's refuses to be asked without an instance.
+    # `getattr` would fail for TorchScript, whose descriptor of `forward` needs an instance.
     forward = inspect.getattr_static(cls, "forward", None)
     of_torch = str(getattr(forward, "__module__", None)).startswith("torch.nn.modules.")
-    return of_torch and forward is not nn.Module.forward  # a container's, which is not called
+    return of_torch and forward is not nn.Module.forward  # that of containers, which are not called

@@ -1,4 +1,4 @@
-"""NUMA: beside which of the machine's nodes a device is, and on which this process may run."""
+"""Tells to which NUMA node of the machine a device is attached, and on which nodes this process may run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ _NODES: Final = Path("/sys/devices/system/node")
 
 
 def place_of(device: torch.device) -> str:
-    """Say where the device and this process are; empty if the machine has one node, or does not tell."""
+    """Return a sentence on the NUMA nodes of a device and of this process.
+
+    It is empty if the machine has only one node, or does not tell that of the device.
+    """
     nodes = {int(folder.name[4:]): folder for folder in _NODES.glob("node[0-9]*")}
     node = _node_of(device)
     if len(nodes) < 2 or node not in nodes:
@@ -42,7 +45,7 @@ def _node_of(device: torch.device) -> int | None:
 
 
 def _processors(node: Path) -> set[int]:
-    """Return the processors of a node, from a list as "0-3,8-11"."""
+    """Return the numbers of a node's processors, which the system lists as in "0-3,8-11"."""
     processors: set[int] = set()
     for part in filter(None, (node / "cpulist").read_text().strip().split(",")):
         first, _, last = part.partition("-")

@@ -20,16 +20,16 @@ _SIZE: Final = re.compile(r"\s*[\d.]+\s*([kmgt]i?b?|b|%)\s*", re.IGNORECASE)
 
 
 def did_you_mean(given: object, known: Collection[str]) -> str:
-    """Return the end of an error that names what was probably meant; nothing if no name is near."""
+    """Return the end of an error message, which suggests the nearest known name; empty if none is near."""
     near = difflib.get_close_matches(str(given), known, n=1)
     return f". Did you mean {near[0]!r}?" if near else ""
 
 
 def check_option_names(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Make calls with an unknown option raise a TypeError that names the nearest option, or lists them all.
+    """Return the function with more helpful TypeErrors, and with the same signature.
 
-    Python itself names the nearest from 3.14 on. An option that is given without its name raises one that
-    writes it with its name. The function keeps its signature.
+    For an unknown option the error names the nearest option (as Python's does from 3.13 on) or lists all. For
+    an option that is passed by position, it shows how to pass it by name.
     """
     signature = inspect.signature(function)
     known = tuple(signature.parameters)
@@ -52,7 +52,7 @@ def check_option_names(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 def refuse_unknown(function: str, options: Collection[str], known: Collection[str]) -> None:
-    """Raise a TypeError that names the nearest option, or lists them all, if one is not known."""
+    """Raise a TypeError if an option is unknown. It names the nearest known option, or lists them all."""
     for name in options:
         if name not in known:
             raise TypeError(
@@ -62,7 +62,10 @@ def refuse_unknown(function: str, options: Collection[str], known: Collection[st
 
 
 def _named(given: object, options: Collection[str]) -> str:
-    """Return the end of an error for an option without its name: written with it, where the value tells."""
+    """Return the end of an error message for an option that was passed by position.
+
+    It shows the option passed by name if its value tells which one it is, else it lists the options.
+    """
     name = "dtype" if isinstance(given, torch.dtype) else "budget" if is_amount(given) else "device"
     if name in options and isinstance(given, (str, torch.device, torch.dtype)):
         return f"; write {name}={given!r}"

@@ -1,4 +1,4 @@
-"""The parameters and buffers that a module holds itself."""
+"""Lists the parameters and buffers that a module holds itself, and not in its children."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from torch import Tensor, nn
 
 
 def own_masters(module: nn.Module) -> list[tuple[str, Tensor, bool]]:
-    """Return a module's own masters: name, tensor, whether it is a parameter. Nothing is fetched.
+    """Return a module's own parameters and buffers (masters): name, tensor, and whether it is a parameter.
 
-    Other threads may register and delete some meanwhile: what there is is taken at one time.
+    Nothing is copied to the device. Other threads may add or delete entries meanwhile, so each dict is copied
+    first.
     """
     found: list[tuple[str, Tensor, bool]]
     found = [(name, master, True) for name, master in list(module._parameters.items()) if master is not None]

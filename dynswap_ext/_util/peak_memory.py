@@ -1,4 +1,4 @@
-"""Memory and disk reads of this process, and the peak memory of a device."""
+"""Measures the memory and disk reads of this process, and the peak memory of a device."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _CPU = torch.device("cpu")
 
 
 class PeakMemory:
-    """Measures the peak memory of a device over what was in use at the beginning.
+    """Measures how far a device's memory in use rises above what is in use when the object is made.
 
-    On an accelerator these are the statistics of torch's allocator, which are reset. On the CPU it is the
-    resident set of the process, by the kernel's high-water mark: nothing is sampled.
+    On an accelerator this is the memory that torch's allocator gives out; its peak statistics are reset. On
+    the CPU it is the resident set of this process, by the kernel's own record of its peak.
     """
 
     def __init__(self, device: torch.device = _CPU) -> None:
@@ -26,23 +26,23 @@ class PeakMemory:
             self._accelerator.reset_peak()
             self._begun_at = self._accelerator.allocated()
             return
-        with contextlib.suppress(OSError):  # the mark stays: more memory than needed is left free
+        with contextlib.suppress(OSError):  # without a reset, an earlier and higher peak may be measured
             (_PROCESS / "clear_refs").write_text("5")
         self._begun_at = resident_bytes()
 
     def more(self) -> int:
-        """Return the bytes of the peak since the beginning over what was in use then."""
+        """Return by how many bytes the peak since the beginning exceeds what was in use then."""
         peak = _field("status", "VmHWM") * 1024 if self._accelerator is None else self._accelerator.peak()
         return max(0, peak - self._begun_at)
 
 
 def resident_bytes() -> int:
-    """Return the resident memory of this process; 0 where the system does not tell."""
+    """Return the bytes of this process's resident memory; 0 where the system does not tell."""
     return _field("status", "VmRSS") * 1024
 
 
 def disk_bytes_read() -> int:
-    """Return what storage has delivered to this process, page faults included; 0 where unknown."""
+    """Return the bytes that this process has read from disks, page faults included; 0 where unknown."""
     return _field("io", "read_bytes")
 
 

@@ -1,4 +1,4 @@
-"""Pictures without a screen: what all of them share."""
+"""What all pictures of this package share: colours, style, and writing to a file without a screen."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DASHED: Final = (0, (5, 3))
 
 
 def new_picture(width: float, height: float) -> Any:
-    """Return an empty picture, in inches, that belongs to no window; ConfigError without matplotlib."""
+    """Return an empty figure of so many inches, without a window. Raises ConfigError without matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -33,13 +33,16 @@ def new_picture(width: float, height: float) -> Any:
 
 
 def byte_scale(most: int) -> tuple[float, str]:
-    """Return the unit for an axis of up to so many bytes: its size and its name."""
+    """Return the size and the name of the unit for an axis that ends at `most` bytes."""
     power = min(4, (most.bit_length() - 1) // 10)
     return 1024.0**power, ("bytes", "KiB", "MiB", "GiB", "TiB")[power]
 
 
 def style(axes: Any, *, grid: str = "y") -> None:
-    """Draw no frame at the top and the right, and a light grid behind all else ("x", "y", "both" or "")."""
+    """Remove the frame at the top and the right, and draw a light grid behind the data.
+
+    `grid` names the axes that have grid lines: "x", "y", "both" or "".
+    """
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_axisbelow(True)
     if grid:
@@ -55,7 +58,7 @@ def check_path(path: str | PathLike[str]) -> Path:
 
 
 def save(drawn: Any, path: str | PathLike[str], *, dots_per_inch: int = 150) -> Path:
-    """Write a picture in the format that the path's suffix says; ConfigError if that cannot be done."""
+    """Write a picture in the format that the path's suffix names. Raises ConfigError if that fails."""
     where = check_path(path)
     with explained(where):
         drawn.savefig(where, dpi=dots_per_inch)

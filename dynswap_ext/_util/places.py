@@ -1,4 +1,4 @@
-"""Where the bytes of a master are, and how many there are, whatever kind of tensor it is."""
+"""Finds the bytes of a master and counts them, whatever kind of tensor it is."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dynswap_ext._util.file_mappings import FileMappings, Mapping
 
 _COMPRESSED_ROWS: Final = ("crow_indices", "col_indices", "values")
 _COMPRESSED_COLUMNS: Final = ("ccol_indices", "row_indices", "values")
-#: Methods that return the parts of a sparse tensor. Of oneDNN's layout only the library knows the bytes.
+#: Methods that return the parts of a sparse tensor, by its layout. oneDNN's layout has no such methods.
 _SPARSE_PARTS: Final = {
     torch.sparse_coo: ("_indices", "_values"),
     torch.sparse_csr: _COMPRESSED_ROWS,
@@ -24,7 +24,7 @@ _SPARSE_PARTS: Final = {
 
 
 def parts_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the strided tensors that make up a tensor: itself, or the parts of a wrapper or sparse one."""
+    """Yield the strided tensors that make up a tensor: itself, or the parts of a wrapper or sparse tensor."""
     if is_traceable_wrapper_subclass(tensor):
         parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
     elif tensor.layout is not torch.strided:
@@ -44,12 +44,15 @@ def storages_of(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
 
 
 def stored_bytes(tensor: torch.Tensor) -> int:
-    """Return the bytes of a tensor as it is stored. A view of a larger storage has its own alone."""
+    """Return the bytes that a tensor's elements take as stored. For a view, only its own elements count."""
     return sum(part.numel() * part.element_size() for part in parts_of(tensor))
 
 
 def mapping_of(master: torch.Tensor, mappings: FileMappings) -> Mapping | None:
-    """Return the file mapping in which a master begins; of a wrapper, that of the first of its parts."""
+    """Return the first file mapping that has bytes of a master (of its first part, if it is a wrapper).
+
+    None if the master is not in a mapped file.
+    """
     part = next(parts_of(master), None)
     if part is None or not part.is_cpu:
         return None

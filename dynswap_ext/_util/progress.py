@@ -1,4 +1,4 @@
-"""Progress of what takes long: a bar on a terminal, or a function that is told."""
+"""Shows the progress of long operations, by a bar on a terminal or by calls of a user's function."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import TypeAlias
 
 from dynswap_ext.errors import ConfigError
 
-#: Called with the bytes done so far, and the whole.
+#: Called with the bytes done so far, and with those in all.
 ProgressCallback: TypeAlias = Callable[[int, int], None]
 ProgressOption: TypeAlias = bool | ProgressCallback
 
 
 def check_progress(given: ProgressOption | None) -> ProgressOption:
-    """Return the option `progress`; ConfigError if it is neither a bool nor a function."""
+    """Return the option `progress`, False for None. ConfigError if it is neither a bool nor a function."""
     if given is None or isinstance(given, bool) or callable(given):
         return given or False
     raise ConfigError(
@@ -25,9 +25,10 @@ def check_progress(given: ProgressOption | None) -> ProgressOption:
 
 @contextmanager
 def shown(progress: ProgressOption, what: str) -> Iterator[ProgressCallback | None]:
-    """Yield a function to tell of the progress of `what` (a word or two); None if progress is not wanted.
+    """Yield the function that is to be called with the progress; None if nothing is to be called.
 
-    True is a bar on stderr, where that is a terminal or a notebook: a log file has no use for one.
+    That is the user's own function. If `progress` is True, it draws a bar on stderr, with the label `what`; a
+    stderr that is neither a terminal nor a notebook gets no bar.
     """
     progress = check_progress(progress)
     if not progress or not isinstance(progress, bool):

@@ -1,4 +1,4 @@
-"""Tables: printed by rich on a terminal, and without colours as text."""
+"""Tables that are printed in colour by rich on a terminal, and as plain text elsewhere."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from dynswap_ext._util.name_patterns import wrapped
 
 #: Characters in a line where no terminal limits them.
 _UNBROKEN: Final = 10_000
-#: What is never shortened: a number, with a unit or a sign, or a shape.
+#: A text that is never shortened: a number, with a unit or a sign, or a shape.
 _FIGURE: Final = re.compile(r"-?[\d.,]+ ?[A-Za-z%]*|\[[\d, ]*\]|\d+( x \d+)*")
 #: The least width of a column of text, however narrow the terminal is.
 _NARROWEST: Final = 12
-#: Fewer characters of a word than this say nothing.
+#: The fewest characters of a word that are worth showing.
 _WORTH_A_PART: Final = 8
 _WORDS: Final = re.compile(r"(?:\{[^}]*\}|[^./: ])+[./: ]*|[./: ]+")
 #: Characters between two columns.
@@ -25,10 +25,10 @@ _BETWEEN: Final = 3
 
 
 class Printable:
-    """Data that ``print`` shows as tables, and rich in colour."""
+    """Base class of data that ``print`` shows as plain tables, and rich in colour."""
 
     def _parts(self) -> tuple[Any, ...]:
-        """Return what is printed, for rich."""
+        """Return the tables and texts to print, as objects of rich."""
         raise NotImplementedError
 
     def __str__(self) -> str:
@@ -40,7 +40,7 @@ class Printable:
 
 
 def as_text(*parts: Any, width: int = _UNBROKEN) -> str:
-    """Render as text. By default no line is broken: a file or a log has no width of its own."""
+    """Return objects of rich as plain text. By default no line is broken, as for a file or a log."""
     from rich.console import Console
 
     console = Console(file=io.StringIO(), width=width, color_system=None, force_terminal=False)
@@ -51,7 +51,11 @@ def as_text(*parts: Any, width: int = _UNBROKEN) -> str:
 
 
 def write(*parts: Any) -> None:
-    """Print, as wide as the terminal; to a file or a pipe as `as_text` does, or as wide as COLUMNS says."""
+    """Print objects of rich on stdout.
+
+    On a terminal, lines fit its width. A file or a pipe gets plain text, whose lines are broken only if the
+    environment variable COLUMNS has a width.
+    """
     from rich.console import Console
 
     console = Console()
@@ -70,18 +74,18 @@ def plain_table(
     folded: Container[str] = (),
     bold: Container[int] = (),
 ) -> Any:
-    """Make a table whose rows are one line each, in as many characters as there are.
+    """Return a table that fits into the width where it is printed, one line for each row.
 
-    Long texts are shortened in the middle or folded, figures never. Brackets in texts are no markup.
+    Long texts are shortened in the middle or folded; figures never are. Brackets in texts are no markup.
 
     Parameters
     ----------
     columns, rows
-        The headings, and a cell for each.
+        The headings, and the rows, with one cell for each heading.
     right
         Columns that are aligned to the right.
     optional
-        Columns that are left out if there is no room for all, the first of them first.
+        Columns that are left out, in this order, until there is room for the rest.
     folded
         Columns whose long texts go on in further lines of the row.
     bold
@@ -135,7 +139,7 @@ class _Table:
             del least[name]
         widths = {name: widths[name] for name in least}
         spare = room - sum(least.values()) - narrow * len(least)
-        # The narrow ones come first, so that they are not shortened for the wide ones.
+        # The columns that lack little come first, so that they are not shortened for the wide ones.
         for left, name in enumerate(sorted(least, key=lambda name: widths[name] - least[name])):
             more = min(widths[name] - least[name], max(0, spare) // (len(least) - left))
             widths[name] = least[name] + more
@@ -144,7 +148,7 @@ class _Table:
 
 
 def facts_grid(rows: Iterable[tuple[str, str]]) -> Any:
-    """Make a table of names and values, a line each, or several that are broken at spaces."""
+    """Return a table of names and values. Long values are broken at spaces into several lines."""
     return _Facts(tuple(rows))
 
 
@@ -168,7 +172,7 @@ class _Facts:
 
 
 def shortened(text: str, width: int) -> str:
-    """Shorten a text to `width` characters: leave out words in its middle."""
+    """Return a text, in which words in the middle are left out if it has more than `width` characters."""
     if len(text) <= width:
         return text
     indent = text[: len(text) - len(text.lstrip())][: max(0, width - _NARROWEST)]
@@ -193,5 +197,5 @@ def shortened(text: str, width: int) -> str:
 
 
 def shape_text(sizes: Sequence[int]) -> str:
-    """Write a shape as torch does."""
+    """Return a shape as torch writes it: "[2, 3]"."""
     return f"[{', '.join(map(str, sizes))}]"

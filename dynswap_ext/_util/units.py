@@ -31,12 +31,15 @@ _THROUGHPUTS: Final = {
 
 
 def parse_size(text: str, names: Sequence[str] = ()) -> int:
-    """Return the bytes of "1.5GB", "384MiB" or "1048576". `names` are what may be given instead."""
+    """Return the bytes of "1.5GB", "384MiB" or "1048576".
+
+    `names` are words that the caller takes instead of a size. The ConfigError suggests the nearest one.
+    """
     try:
         size = parse_bytes(text)
     except ConfigError:
         size = 0.0
-    if isinstance(size, float):  # a share, or nothing
+    if isinstance(size, float):  # a fraction, or no amount at all
         hint = did_you_mean(text.strip().lower(), names)
         raise ConfigError(f"{text!r} is not a size; write one as 1.5GB or 384MiB{hint}")
     return size
@@ -51,10 +54,10 @@ def parse_share(given: float | str, whole: int) -> int:
 
 
 def parse_planned(text: str) -> int:
-    """Return the bytes of a budget that is planned for.
+    """Return the bytes of a budget to plan for, which has to be a size.
 
-    A fraction is refused: `install` takes one of the device's free memory, which is not known here. So is
-    "auto", and "minimum" where the model is not known.
+    Raises ConfigError for a fraction (of the free memory of a device), for "auto" and for "minimum", because
+    their bytes depend on the device or on the model.
     """
     if is_named(text, AUTO):
         raise ConfigError(
@@ -76,7 +79,10 @@ def parse_planned(text: str) -> int:
 
 
 def parse_model_budget(size: str | None, share: str | None, whole: int) -> int | None:
-    """Return the bytes of ``--budget`` or ``--share``, whichever is given; None if neither is."""
+    """Return the bytes of ``--budget`` or of ``--share``; None if neither is given, ConfigError if both are.
+
+    `whole` is the bytes of the model that ``--share`` is a share of.
+    """
     if size and share:
         raise ConfigError("--budget and --share are two ways to give one budget; leave out one of them")
     if share:
@@ -85,26 +91,29 @@ def parse_model_budget(size: str | None, share: str | None, whole: int) -> int |
 
 
 def parse_run_budget(size: str | None, share: str | None, whole: int, default: int) -> int | str:
-    """Return the budget of a run, which may be "minimum" too; `default` if neither is given."""
+    """Return the bytes of ``--budget`` or of ``--share``, or "minimum"; `default` if neither is given.
+
+    `whole` is the bytes of the model that ``--share`` is a share of.
+    """
     if share is None and is_named(size, MINIMUM):
         return MINIMUM
     return parse_model_budget(size, share, whole) or default
 
 
 def show_budget(budget: int | str | None, *, automatic: bool = False) -> str:
-    """Write a budget as users give it; an automatic one with its present amount: "auto (6 GiB)"."""
+    """Return a budget as text: "6 GiB", "auto (6 GiB)" if it is automatic, "minimum" if it has no amount."""
     amount = format_bytes(budget) if isinstance(budget, int) else MINIMUM
     return f"{AUTO} ({amount})" if automatic else amount
 
 
 def show_rate(rate: float, unit: str) -> str:
-    """Write a rate with a decimal prefix, such as 25 GB/s."""
+    """Return a rate as text, with a decimal prefix: 25 GB/s."""
     power = min(5, max(0, int(math.log10(rate) // 3))) if rate > 0 else 0
     return f"{rate / 1000**power:.4g} {' kMGTP'[power].strip()}{unit}"
 
 
 def show_seconds(seconds: float | None) -> str:
-    """Write a time as 1.234 s, 12.3 ms or 4.5 us; a dash for None."""
+    """Return a time as text: 1.234 s, 12.3 ms or 4.5 us; "-" for None."""
     if seconds is None:
         return "-"
     unit, size = next((found for found in _SHOWN_TIMES if seconds >= found[1]), ("us", 1e-6))
@@ -112,12 +121,12 @@ def show_seconds(seconds: float | None) -> str:
 
 
 def show_ns(ns: int) -> str:
-    """Write nanoseconds as 1.3 s, 12 ms or 830 us; a dash for nothing."""
+    """Return nanoseconds as text: 1.3 s, 12 ms or 830 us; "-" for 0."""
     return show_seconds(ns / 1e9 if ns > 0 else None)
 
 
 def parse_bandwidth(text: str) -> float:
-    """Return the bytes a second of "25GB/s", "900 MiB/s" or "26e9"."""
+    """Return the bytes per second of "25GB/s", "900 MiB/s" or "26e9"."""
     amount = re.sub(r"\s*/\s*s(ec)?\s*$", "", text)
     try:
         rate = float(parse_size(amount))
@@ -129,7 +138,7 @@ def parse_bandwidth(text: str) -> float:
 
 
 def parse_throughput(text: str) -> float:
-    """Return the floating-point operations a second of "300TFLOPS" or "1.2 PFLOP/s"."""
+    """Return the floating-point operations per second of "300TFLOPS" or "1.2 PFLOP/s"."""
     rate = parse_amount(text, _THROUGHPUTS)
     if not rate > 0:
         raise ConfigError(f"{text!r} is not a throughput above zero; write one as 300TFLOPS")

@@ -1,4 +1,4 @@
-"""Functions of this package that torch.compile has to leave alone."""
+"""Marks functions of this package that torch.compile is not to compile by themselves."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _frames: Final[Any] = torch._C._dynamo.eval_frame
 
 
 def untraced(function: _F) -> _F:
-    """Keep torch.compile from compiling a function, and what it calls, by itself.
+    """Keep torch.compile from beginning a graph at a function, or at a function that it calls.
 
-    Where a graph is broken, torch compiles whatever Python function is called next. A graph that the function
-    is called in is traced through it as ever.
+    After a graph break, torch would compile any Python function that is called next. A graph that calls the
+    function is still traced through it.
     """
     # `torch._dynamo.eval_frame.skip_code`, without the second that importing torch._dynamo takes.
     skip = _frames._FrameAction.SKIP

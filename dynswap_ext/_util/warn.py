@@ -21,9 +21,9 @@ _NOT_THE_CALLER: Final = tuple(f"{folder}/" for folder in (_PACKAGE, Path(str(to
 def caller(passing_on: Collection[str] = ()) -> FrameType:
     """Return the innermost frame outside this package, torch and the functions named in `passing_on`.
 
-    Those only pass a call on to torch, so the warning belongs to their caller.
+    The functions in `passing_on` only pass a call on to torch, so a warning is meant for their caller.
     """
-    frame = sys._getframe()  # autograd's threads have none before it
+    frame = sys._getframe()  # in a thread of autograd it has no frame before it
     while frame.f_back is not None and (
         frame.f_code.co_filename.startswith(_NOT_THE_CALLER) or frame.f_code.co_name in passing_on
     ):
@@ -32,7 +32,7 @@ def caller(passing_on: Collection[str] = ()) -> FrameType:
 
 
 def warn(message: str, *, always: bool = False, frame: FrameType | None = None) -> None:
-    """Warn as if the line that runs in `frame` did. Default: that of the `caller`.
+    """Log a message, and issue it as a DynswapWarning of the line that `frame` runs. Default: the `caller`'s.
 
     `always` shows the warning even if that line has caused it before, as it is about another install.
     """

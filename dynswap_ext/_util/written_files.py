@@ -1,4 +1,4 @@
-"""Files that a user names and the package writes: what cannot be written is explained."""
+"""Explains why a file that a user has named cannot be written."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from dynswap_ext.errors import ConfigError, DynswapError
 
 
 def check_folder(path: str | PathLike[str], what: str) -> Path:
-    """Return the path of a file that is to be written, if its folder exists; else raise ConfigError."""
+    """Return the path of a file to write. Raises ConfigError if its folder is missing, or if it is a folder.
+
+    `what` says in the error what the file is for, such as "picture".
+    """
     where = Path(path)
     with explained(where):
         if not where.parent.is_dir():
@@ -23,7 +26,7 @@ def check_folder(path: str | PathLike[str], what: str) -> Path:
 
 @contextmanager
 def explained(path: Path, remedy: str = "choose another path") -> Iterator[None]:
-    """Make an OSError inside a ConfigError that names the path, the reason and the remedy."""
+    """Turn an OSError of the `with` block into a ConfigError that names path, reason and remedy."""
     try:
         yield
     except DynswapError:  # a SourceError is an OSError too
