@@ -1,1 +1,1 @@
-"""The pure-Python provider: the semantics of the native engine without prefetch, wherever torch runs."""
+"""The pure-Python provider: does what the native engine does, but without prefetch, wherever torch runs."""

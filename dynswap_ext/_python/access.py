@@ -1,4 +1,4 @@
-"""What an access gets, the copy that the weight has or a new one within the budget (pure-Python provider)."""
+"""Hands out weights, from the copy on the device or a new one within the budget (pure-Python provider)."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _PLAIN: Final = (torch.Tensor, nn.Parameter)
 
 
 class Access(HeldCopies):
-    """The part of a session that serves its modules' accesses."""
+    """The part of a session that answers each access to a weight of its modules with a tensor."""
 
     def __init__(self, options: Options, budget: Budget, hooks: Hooks) -> None:
         super().__init__(hooks)
@@ -40,7 +40,7 @@ class Access(HeldCopies):
         self._destination = Destination(device, dtype)
         self._in_float32 = Destination(device, torch.float32, never_narrows=True)
         self._of_late = Destination(device, dtype, never_narrows=True)
-        #: Of what is inside wrappers, which is not cast.
+        #: For the tensors inside wrapper subclasses, which are not cast.
         self._moved = Destination(device, None)
         self._budget = budget.bytes
         self._strict = options.strict_budget
@@ -53,7 +53,7 @@ class Access(HeldCopies):
         return destination
 
     def _weight(self, master: torch.Tensor, destination: Destination) -> Weight:
-        """The weight of a master; one for all modules that share it."""
+        """Return the weight of a master, the same one for all modules that share it; make it if need be."""
         weight = self._weights.get(id(master))
         if weight is None or weight.master is not master:
             weight = self._weights[id(master)] = Weight(master, destination)
@@ -62,9 +62,10 @@ class Access(HeldCopies):
     def hand_out(
         self, state: ModuleState, name: str, master: torch.Tensor, *, training: bool, graph: bool = False
     ) -> torch.Tensor:
-        """The tensor that an access to `name` gets.
+        """Return the tensor that an access to `name` gets.
 
-        `training`: it is a buffer that may be written; `graph`: it is for a graph of torch.compile.
+        `training`: `name` is a buffer of a module in training, so a forward may write it. `graph`: the tensor
+        is for a graph of torch.compile.
         """
         destination: Destination = state.destinations.get(name, self._destination)
         traced = torch.compiler.is_compiling() and not graph
@@ -78,9 +79,9 @@ class Access(HeldCopies):
             and type(master) in _PLAIN
             and not (traced or torch._C._are_functorch_transforms_active())
         ):
-            # It was plain, and not held by the destination, when it was copied: while it is as it was then,
-            # that is not asked again.
-            tensor = self._hand_out(state, name, master, training=training, inside=inside, anew=False)
+            # When the master was copied, it was plain and not yet at its destination. As long as it has not
+            # changed, neither has to be checked again.
+            tensor = self._hand_out(state, name, master, training=training, inside=inside, may_copy=False)
         if tensor is None:
             if destination.holds(master):
                 if not torch.compiler.is_compiling():
@@ -91,7 +92,7 @@ class Access(HeldCopies):
                 if isinstance(master, nn.Parameter):
                     converted._is_param = True
                 return converted
-            tensor = self._hand_out(state, name, master, training=training, inside=inside, anew=True)
+            tensor = self._hand_out(state, name, master, training=training, inside=inside, may_copy=True)
         if tensor is None:  # another session, or none, serves the module by now
             module = state.owner()
             now = None if module is None else module.__dict__.get(STATE_KEY)
@@ -109,12 +110,12 @@ class Access(HeldCopies):
         *,
         training: bool,
         inside: bool,
-        anew: bool,
+        may_copy: bool,
     ) -> torch.Tensor | None:
-        """Return what a forward gets of a master whose bytes can be copied.
+        """Return the tensor on the device for a master whose bytes can be copied.
 
-        None if the module has another state by now, or, unless it may be copied `anew`, if there is no copy
-        of what the master is now.
+        None if the module has another state by now. Also None if there is no copy of the master's present
+        bytes and, by `may_copy`, none is to be made.
         """
         with exclusive:
             if not state.in_effect():
@@ -123,12 +124,12 @@ class Access(HeldCopies):
             if weight is None or weight.master is not master or state.stand_ins:
                 weight = self._weight_now(state, name, master)
             copy = self._present_copy(weight)
-            if copy is None and anew:
+            if copy is None and may_copy:
                 copy = self._new_copy(weight)
             return None if copy is None else self._use(copy, weight, training=training, inside=inside)
 
     def _use(self, copy: DeviceCopy, weight: Weight, *, training: bool, inside: bool) -> torch.Tensor:
-        """Return what an access gets of the weight's present copy."""
+        """Return the tensor that an access gets from a weight's present copy, and note the use."""
         if self._recording:
             self._record_use(weight.counts, self._bytes())
         if inside:
@@ -138,7 +139,7 @@ class Access(HeldCopies):
         elif self.device.type == "cpu":
             copy.compare = True  # NumPy, DLPack and views write to bytes in RAM and bump no version
         if training and weight.master.is_floating_point():
-            copy.compare = True  # F.batch_norm writes its running statistics without a trace
+            copy.compare = True  # F.batch_norm writes its running statistics and bumps no version
         held[copy] = None
         copy.reader = threading.get_ident()
         return copy.tensor(weight)
@@ -146,9 +147,10 @@ class Access(HeldCopies):
     def _converted(
         self, state: ModuleState, name: str, master: torch.Tensor, destination: Destination
     ) -> torch.Tensor:
-        """Return a master as torch converts it; a wrapper as a new one around copies of what is inside.
+        """Return a master that has no copy of its own on the device, converted for this access.
 
-        See Note [Subclasses are taken apart].
+        A wrapper subclass becomes a new wrapper around copies of the tensors inside it (Note [Subclasses are
+        taken apart]). Other masters are converted by torch.
         """
         traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
         in_graph = master.requires_grad and torch.is_grad_enabled()
@@ -161,7 +163,7 @@ class Access(HeldCopies):
     def _inner(
         self, state: ModuleState, name: str, master: torch.Tensor, names: list[str]
     ) -> dict[str, torch.Tensor] | None:
-        """Return what is inside a wrapper, on the device; None if the module has another state by now."""
+        """Return the tensors inside a wrapper, on the device; None if the module has another state by now."""
         inner: dict[str, torch.Tensor] = {}
         weights: dict[str, Weight] = {}
         with exclusive:
@@ -175,11 +177,11 @@ class Access(HeldCopies):
                     weight = weights[part] = self._weight(tensor, self._moved)
                     copy = self._current_copy(weight)
                     inner[part] = self._use(copy, weight, training=False, inside=inside_call())
-            state.inner[name] = weights  # which keeps them: the session itself does not
+            state.inner[name] = weights  # the state keeps them alive: the session refers to them weakly
         return inner
 
     def hand_out_again(self, weight: Weight) -> torch.Tensor:
-        """Return what a weight is handed out as, now that its master has other data."""
+        """Return the tensor to hand out for a weight whose master was given other data."""
         with exclusive:
             return self._use(self._current_copy(weight), weight, training=False, inside=inside_call())
 
@@ -191,18 +193,18 @@ class Access(HeldCopies):
         return self.hand_out(state, name, master, training=module.training, graph=True)
 
     def fetch_again(self, weight: Weight) -> DeviceCopy:
-        """The weight's bytes for a backward pass."""
+        """Return a copy of a weight for a backward pass: the present one, or a new one that is not kept."""
         with exclusive:
             copy = weight.copy
             if copy is None or not copy.current(weight.master):
                 copy = self._new_copy(weight)
-                drop(copy)  # it goes with what backward is given
+                drop(copy)  # its memory is freed with the tensor that backward gets
             if self._recording:
                 self._record_use(weight.counts, self._bytes())
             return copy
 
     def _weight_now(self, state: ModuleState, name: str, master: torch.Tensor) -> Weight:
-        """The weight of a master that need not be the one planned for."""
+        """Return the weight of a module's present master, which may differ from the one in the plan."""
         planned = state.weights.get(name)
         if planned is not None and planned.master is master:
             state.stand_ins.pop(name, None)
@@ -211,12 +213,12 @@ class Access(HeldCopies):
         if planned is not None:
             take_over(new, planned)
             if sys.getrefcount(planned.master) > 2:  # the weight's own reference, and the call's
-                # It may come back, as after functional_call(): what is on the device stays that one's.
+                # The planned master may come back, as after functional_call(), so it keeps its copy.
                 stand_in, since = state.stand_ins.get(name, (None, 0))
                 if stand_in is not new:
                     state.stand_ins[name] = new, self._calls
                 elif since < self._calls:
-                    self.outdated = True  # it has outlasted a call
+                    self.outdated = True  # the new master has outlasted a call
                 return new
         state.weights[name] = new
         self.outdated = True
@@ -226,26 +228,26 @@ class Access(HeldCopies):
         return self._present_copy(weight) or self._new_copy(weight)
 
     def _present_copy(self, weight: Weight) -> DeviceCopy | None:
-        """Return the weight's copy; None if it has none of what its master is now."""
+        """Return a weight's copy; None if it has none, or if its master has changed since the copy."""
         copy = weight.copy
         if copy is None:
             return None
         if copy.before is not None:
             for other in copy.neighbours():
-                other.be_kept_apart()  # what was written on it is in these bytes, too
+                other.be_kept_apart()  # what was written on it belongs to these bytes, too
         current = copy.current(weight.master)
         if copy.written() or not current:
-            copy.write_back(weight)  # the master wins, but for what only this one has written of shared bytes
+            copy.write_back(weight)  # the master wins, except for shared bytes that only this one has written
         if current:
             self._count_hit(weight.counts)
             return copy
-        weight.copy = None  # what was handed out stays as it is
+        weight.copy = None  # tensors that were handed out stay as they are
         weight.counts.changed = True
         self._counters["refetches"] += 1
         return None
 
     def _new_copy(self, weight: Weight) -> DeviceCopy:
-        """Copy a master, within the budget if that is possible. The weight has the copy from now on."""
+        """Copy a weight's master to the device, within the budget if possible. The weight gets the copy."""
         master = weight.master
         self._collect()
         to_plan = weight.to_plan()
@@ -265,7 +267,7 @@ class Access(HeldCopies):
         return copy
 
     def _beyond_budget(self, size: int) -> int:
-        """Bytes that are too many with `size` more."""
+        """Return by how many bytes another `size` bytes would exceed the budget."""
         return 0 if self._budget is None else max(0, self._bytes() + size - self._budget)
 
     def _make_room(self, size: int) -> None:
@@ -304,19 +306,19 @@ class Access(HeldCopies):
 
 
 def _is_expanded(master: torch.Tensor) -> bool:
-    """Whether some elements are one and the same: what is written on a copy cannot be taken to them."""
+    """Return whether elements share memory. Writes on a copy could not be brought back to such a master."""
     return any(not step and size > 1 for step, size in zip(master.stride(), master.shape, strict=True))
 
 
 def take_over(new: Weight, old: Weight) -> None:
-    """Let a weight that takes another's place go on with its counts."""
+    """Give a weight that has not been copied yet the counters of the weight whose place it takes."""
     if new is not old and not new.counts.copied_before:
         new.counts = old.counts
         new.counts.changed = True
 
 
 def is_plain(master: torch.Tensor) -> bool:
-    """Whether a master's bytes can be copied and compared; others are converted at each access."""
+    """Return whether a master's bytes can be copied and compared. Others are converted at each access."""
     return (
         type(master) in _PLAIN
         and master.is_cpu
@@ -331,7 +333,7 @@ def is_plain(master: torch.Tensor) -> bool:
 
 
 def _has_tangent(tensor: torch.Tensor) -> bool:
-    """Whether the tensor is a dual number of forward-mode differentiation."""
+    """Return whether a tensor is a dual number of forward-mode differentiation."""
     if forward_ad._current_level < 0:
         return False
     dual = forward_ad.unpack_dual(tensor)  # type: ignore[no-untyped-call]

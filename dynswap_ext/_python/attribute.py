@@ -1,4 +1,4 @@
-"""What stands on a swap class and in an installed module's `__dict__` (pure-Python provider)."""
+"""Descriptors of swap classes, and the state in an installed module's `__dict__` (pure-Python provider)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dynswap_ext._util.untraced import untraced
 
 
 class ModuleState:
-    """What an installed module carries in its `__dict__`."""
+    """The state of an installed module, in its `__dict__`: the session, and how its masters are served."""
 
     def __init__(
         self,
@@ -28,42 +28,43 @@ class ModuleState:
         ignored: frozenset[str] | None,
     ) -> None:
         self.session = session
-        #: By the names that masters had at the install, and those that have been adopted since.
+        #: By the names of masters, at the install and of those that were adopted later.
         self.destinations = destinations
-        #: A copy of the module's `__dict__` brings the state along, but not the module.
+        #: The module. It tells whether the state is in a copy of the module's `__dict__`.
         self.owner = weakref.ref(module)
-        #: Names of masters that are left alone.
+        #: Names of masters that are handed out as they are.
         self.ignored = ignored or frozenset()
         self.weights: dict[str, Weight] = session.weights_of(module, self)
-        #: Those of the tensors inside wrappers, by the wrapper's name and theirs.
+        #: The weights of tensors inside wrapper subclasses, by the wrapper's name and then their own.
         self.inner: dict[str, dict[str, Weight]] = {}
-        #: Masters that have taken a planned one's place, and in which call of the model they did.
+        #: Weights of masters that have replaced a planned one, with the number of the call when they did.
         self.stand_ins: dict[str, tuple[Weight, int]] = {}
 
     def is_of(self, module: nn.Module) -> bool:
-        """Whether the state is this module's, or that of another object with this very `__dict__`.
+        """Return whether the state belongs to a module, or to an object that shares the module's `__dict__`.
 
-        torch.export has one for a module of two names.
+        torch.export makes such an object for a module with two names.
         """
         owner = self.owner()
         return owner is module or (owner is not None and owner.__dict__ is module.__dict__)
 
     def in_effect(self) -> bool:
-        """Whether the session still serves the state's module, and through this state."""
+        """Return whether the module is alive and still served through this state."""
         module = self.owner()
         return module is not None and module.__dict__.get(STATE_KEY) is self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(None), ()  # a copied or unpickled state is none
+        return type(None), ()  # a copy or pickle of a module is plain: it has None for the state
 
 
 class Attribute(property):
-    """Data descriptor that serves one parameter or buffer name of installed modules.
+    """A data descriptor that serves one parameter or buffer name of installed modules.
 
-    A property, whose getter torch.compile traces in place of `__get__`, as the native one is.
+    It is a property, as in the native provider, because torch.compile traces a property's getter, and not
+    its `__get__`.
     """
 
-    #: What a swap class needs beside its descriptors.
+    #: Returns the other attributes that a swap class needs.
     namespace_for = staticmethod(namespace_for)
 
     def __init__(self, name: str, _: object) -> None:
@@ -106,16 +107,16 @@ class Attribute(property):
 
 
 def _under_another_provider(module: nn.Module, name: str) -> Any:
-    """Read an attribute again: another thread is installing the module with another provider.
+    """Read an attribute again, because another thread is installing the module with another provider.
 
-    It is between the class and the state, and needs this moment to go on.
+    That thread has set the class and not yet the state. The sleep lets it go on.
     """
     time.sleep(0)
     return getattr(module, name)
 
 
 def _place_of(module: nn.Module, name: str, master: torch.Tensor) -> tuple[torch.device, torch.dtype] | None:
-    """On which device, and in which dtype, a module is served its master of this name; None: as it is."""
+    """Return the device and the dtype in which a master is handed out; None if it is handed out as it is."""
     state = module.__dict__.get(STATE_KEY)
     if state is None or name in state.ignored or not state.is_of(module):
         return None

@@ -1,4 +1,4 @@
-"""The way of gradients from handed-out tensors to their master (pure-Python provider)."""
+"""Autograd functions that take gradients from handed-out tensors to their master (pure-Python provider)."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ import torch
 from dynswap_ext._python.master_state import NotedWrites
 from dynswap_ext._util.modes import unseen_by_modes
 
-# Functions in the older form, with `ctx`: the newer one inspects signatures at each call, and takes thrice
-# the time. What it is for, functorch, does not get here.
+# The functions have the older form, whose `forward` takes `ctx`. The newer form, `setup_context`, is for
+# functorch, whose tensors do not come here. It inspects signatures at each call, and takes thrice the time.
 
 
 class Fetch(torch.autograd.Function):
     """Carries the gradient to a master, once the gradients of all uses of the weight have been added.
 
-    The output of this function stands for the weight in the graph, and takes no memory. All tensors that are
+    The output of this function represents the weight in the graph, and takes no memory. All tensors that are
     handed out for the weight are computed from it: Note [Uses of a weight share a node].
     """
 
     @staticmethod
     def forward(ctx: Any, master: torch.Tensor, data: torch.Tensor, noted: NotedWrites) -> torch.Tensor:
-        """Stand for the master on the device of `data`, in its dtype."""
+        """Return a tensor that represents the master, with the shape, dtype and device of `data`."""
         ctx.set_materialize_grads(False)
         ctx.noted = noted
         ctx.device, ctx.dtype = master.device, master.dtype
@@ -35,43 +35,46 @@ class Fetch(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None]:
-        """Gradients reach the master in its own dtype (Invariant 7)."""
+        """Return the gradient on the device and in the dtype of the master (Invariant 7)."""
         ctx.noted.count += 1  # an optimizer step is likely to follow, which may bump no version
         return (None if grad is None else grad.to(device=ctx.device, dtype=ctx.dtype)), None, None
 
 
 @functools.cache
 def one_element(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return what stands for the bytes of a weight. Were it ever computed with, that should show."""
+    """Return a tensor of one element, which is expanded to represent a weight without its bytes.
+
+    It is NaN where the dtype has it, so that a computation with it would be noticed.
+    """
     value = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
     with torch.inference_mode(False), torch.no_grad(), unseen_by_modes():
         return torch.full((), value, dtype=dtype, device=device)
 
 
 class HandOut(torch.autograd.Function):
-    """Identity whose output has the bytes of `data`, and whose gradient goes to what was fetched."""
+    """Returns an alias of `data` whose gradient goes to `fetched`, an output of `Fetch`."""
 
     @staticmethod
     def forward(ctx: Any, fetched: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
-        """Alias `data`, sharing its version counter."""
+        """Return an alias of `data` that shares its version counter."""
         ctx.materialize_grads = False
-        ctx.fetched = fetched  # for the uses that follow, while a graph has this one
+        ctx.fetched = fetched  # alive for later uses of the weight, as long as a graph has this use
         return data.detach()
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
-        """Gradients stay on the device until all uses' are added."""
+        """Pass the gradient on. Those of all uses are added on the device, before `Fetch` moves the sum."""
         return grad, None
 
 
-#: `Function.apply` without what that does for functorch, in Python. What comes here is none of functorch's
-#: tensors, and no transform of functorch's is active, which would refuse a function of the older form.
+#: `Function.apply` of the class in C++. The one in Python only adds support for functorch. No tensor of
+#: functorch comes here, and no transform is active, which would refuse functions of the older form.
 fetch: Final[Callable[..., torch.Tensor]] = super(torch.autograd.Function, Fetch).apply
 alias: Final[Callable[..., torch.Tensor]] = super(torch.autograd.Function, HandOut).apply
 
 
 def is_fetched(tensor: torch.Tensor, master: torch.Tensor, data: torch.Tensor) -> bool:
-    """Whether a result of `Fetch` stands for the master as it is now, with the device and dtype of `data`."""
+    """Return whether an output of `Fetch` represents the present master, in the form of `data`."""
     if tensor.shape != data.shape or tensor.dtype is not data.dtype or tensor.device != data.device:
         return False
     assert tensor.grad_fn is not None

@@ -19,7 +19,7 @@ class _Thread(threading.local):
     depth = 0
 
     def __init__(self) -> None:
-        #: Weights whose copies stay until the running module's call ends or another's begins.
+        #: Weights whose copies stay until the running module's call ends or the call of another begins.
         self.kept: list[Weight] = []
 
 
@@ -27,12 +27,12 @@ _thread = _Thread()
 
 
 def inside_call() -> bool:
-    """Whether this thread is inside the call of an installed module."""
+    """Return whether this thread is inside the call of an installed module."""
     return _thread.depth > 0
 
 
 def keep(weight: Weight, copy: DeviceCopy) -> None:
-    """Keep the weight's copy for the running module, which may ask for it again, as attention does."""
+    """Keep a weight's copy for the running module, which may read the weight again, as attention does."""
     if copy.kept:
         copy.asked_again = True
     else:
@@ -50,11 +50,11 @@ def _end_of_call() -> None:
 
 
 def namespace_for(cls: type) -> dict[str, Any]:
-    """What a swap class has to define, so that its instances' calls are known."""
+    """Return the `__call__` of a swap class, which tells the session where calls begin and end."""
 
     @functools.wraps(cls.__call__)
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
-        call: Any = cls.__call__  # somebody may have patched it since
+        call: Any = cls.__call__  # looked up each time, as it may have been patched
         if torch.compiler.is_dynamo_compiling():
             return call(self, *args, **kwargs)
         session = session_of(self)
@@ -64,7 +64,7 @@ def namespace_for(cls: type) -> dict[str, Any]:
             _end_of_call()
         release_inputs()
         depth, hooked = _thread.depth, False
-        try:  # whatever interrupts it, and wherever
+        try:  # from here on, so that the depth is restored wherever an interrupt comes
             _thread.depth = depth + 1
             if session is not None and saved_hooks.wanted():
                 saved_hooks.push()

@@ -1,4 +1,4 @@
-"""Where a session wants its tensors, and what becomes of a master on its way there (pure-Python provider)."""
+"""The device and dtype in which masters are handed out, and the conversion to them (pure-Python provider)."""
 
 from __future__ import annotations
 
@@ -11,22 +11,26 @@ from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-def
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """Where tensors are wanted, and in which dtype."""
+    """The device and the dtype in which masters are handed out."""
 
     device: torch.device
+    #: The dtype of floating masters; None: that of each master.
     dtype: torch.dtype | None
-    #: Whether masters that have a wider dtype keep it (Note [What dtype= casts]).
+    #: Whether masters with a wider dtype keep it (Note [What dtype= casts]).
     never_narrows: bool = False
 
     def dtype_for(self, master: torch.Tensor) -> torch.dtype:
-        """Only floating masters are cast."""
+        """Return the dtype in which a master is handed out. Only floating masters are cast."""
         if self.dtype is None or not master.is_floating_point():
             return master.dtype
         keeps = self.never_narrows and master.dtype.itemsize > self.dtype.itemsize
         return master.dtype if keeps else self.dtype
 
     def holds(self, master: torch.Tensor) -> bool:
-        """Whether a master is handed out itself: it is what and where it should be, or has no data now."""
+        """Return whether a master is handed out itself.
+
+        That is so if it has the wanted device and dtype already, or if it has no data now.
+        """
         if (
             isinstance(master, UninitializedTensorMixin)
             or master.is_meta
@@ -40,27 +44,28 @@ class Destination:
         return master.numel() * self.dtype_for(master).itemsize
 
     def convert(self, master: torch.Tensor) -> torch.Tensor:
-        """Torch's own conversion, which is what a copy has to equal to the bit. Differentiable."""
+        """Return a master as torch converts it, differentiably. A copy has to equal that to the bit."""
         return master.to(device=self.device, dtype=self.dtype_for(master))
 
 
 def lies_as_copy(master: torch.Tensor) -> bool:
-    """Return whether a copy has a master's bytes in the master's order: no gaps, nothing that torch negates.
+    """Return whether a copy has the bytes of a master in the same order.
 
-    Others are copied at each access and have no place in a plan (native: csrc/tensor/master.h).
+    A master with gaps, or with a pending conjugation or negation, has no place in a plan, so its copy does
+    not stay on the device (native: csrc/tensor/master.h).
     """
     if master.is_conj() or master.is_neg():
         return False
-    # The first is quick, and true of nearly all.
+    # The first check is quick, and true of nearly all masters.
     return master.is_contiguous() or bool(torch.ops.aten.is_non_overlapping_and_dense.default(master))
 
 
 def _is_emptied(tensor: torch.Tensor) -> bool:
-    """Whether the tensor's storage was resized to nothing, as FSDP does between its calls."""
+    """Return whether a tensor's storage was resized to 0 bytes, as FSDP does between calls."""
     if torch.compiler.is_compiling():
-        return False  # what is traced has data
+        return False  # a tensor that is traced has data
     try:
         size = tensor.untyped_storage().nbytes()
     except (RuntimeError, NotImplementedError):
         return False
-    return type(size) is int and size == 0  # one that is symbolic is being traced
+    return type(size) is int and size == 0  # a symbolic size belongs to a tensor that is traced

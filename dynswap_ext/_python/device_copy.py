@@ -1,8 +1,8 @@
 """One weight's bytes on the device, and the tensors handed out from them (pure-Python provider).
 
-A handed-out tensor is an alias of `DeviceCopy.data` that stands in the autograd graph of its master. Both
-share one version counter, so what is written in place on the tensor shows in `DeviceCopy.data`, also after
-the tensor itself is gone.
+A handed-out tensor is an alias of `DeviceCopy.data` that is part of the autograd graph of the master. Both
+share one version counter, so a write in place on the tensor shows in `DeviceCopy.data`, even after the tensor
+itself is gone.
 """
 
 from __future__ import annotations
@@ -31,53 +31,52 @@ _AT_ONCE: Final = 2**64 - 1
 
 
 class Weight:
-    """One managed master. Modules that share it share the weight."""
+    """A managed master and its copy on the device, if any. Modules that share the master share the weight."""
 
     def __init__(self, master: torch.Tensor, destination: Destination) -> None:
         self.counts = Counts()
         self.destination = destination
-        #: Not weakly: torch swaps no tensor that somebody refers to weakly (`torch.utils.swap_tensors`).
+        #: Not a weak reference, because `torch.utils.swap_tensors` refuses tensors that have one.
         self.master = master
         self.resident = False
-        #: The device bytes for which it has a place in the plan, 0 if it lies as no copy does; None: no plan
-        #: has looked at it.
+        #: What `to_plan` returned when a plan was made; None: no plan includes the weight.
         self.planned: int | None = None
-        #: Invariant: what the next access hands out, if the master is still what it was then.
+        #: Invariant: the next access hands this copy out, if the master has not changed since it was made.
         self.copy: DeviceCopy | None = None
         self.noted = NotedWrites()
-        #: What handed-out tensors are results of, for as long as some graph has it.
+        #: The output of `Fetch` that handed-out tensors are computed from, as long as a graph has it.
         self.fetched: weakref.ref[torch.Tensor] | None = None
 
     def to_plan(self) -> int:
-        """Return the device bytes for which a plan has to give it a place; 0: it has none."""
+        """Return the device bytes that a plan counts for the weight; 0 if its copy never stays there."""
         return self.destination.bytes_for(self.master) if lies_as_copy(self.master) else 0
 
     def connected(self, copy: DeviceCopy) -> torch.Tensor:
-        """Return an alias of the weight's bytes on the device, in the graph of the master."""
+        """Return an alias of a copy's bytes that is part of the master's autograd graph."""
         if copy.in_call is not None and copy.in_call[1].variable is self.master:
             return alias(copy.in_call[0], copy.data)
-        copy.in_call = None  # before it is made anew: it has what has the master's old shape
+        copy.in_call = None  # it holds a node that has the master's old shape
         fetched = None if self.fetched is None else self.fetched()
         if fetched is None or not is_fetched(fetched, self.master, copy.data):
             fetched = fetch(self.master, copy.data, self.noted)
             node: Any = fetched.grad_fn
-            # It runs as soon as it can, like AccumulateGrad. An earlier graph may have it too: then it would
-            # run last, and gradients would pile up on the device until the end of the backward pass.
+            # The node is to run as soon as it can, like AccumulateGrad. With a sequence number of its own, a
+            # node that an earlier graph has too would run last, and gradients would pile up on the device.
             node._set_sequence_nr(_AT_ONCE)
             self.fetched = weakref.ref(fetched)
-            # Not at the first read, with which most modules have all that they want of it: what is kept keeps
-            # the master's AccumulateGrad, whose shape stays what it is now.
+            # Kept from the second read on, because most modules read a weight once. What is kept holds the
+            # master's AccumulateGrad, which keeps its present shape even if the master gets another.
             if copy.asked_again and self.master.is_leaf:
                 copy.in_call = fetched, node.next_functions[0][0]
         return alias(fetched, copy.data)
 
 
 class DeviceCopy:
-    """A weight's bytes on the device."""
+    """A weight's bytes on the device, as they were copied at one time, and who uses them."""
 
     def __init__(self, weight: Weight, session: Any) -> None:
-        #: Weakly, as the weight has its current copy; and no master, as what hangs on one may lead to its
-        #: model: a model is freed with its last reference, whoever still has its copies.
+        #: The weight, by a weak reference, because the weight owns its current copy. A copy owns no master
+        #: either: a master may lead to its model, which is to be freed even while copies of it are in use.
         self.owner = weakref.ref(weight)
         self.session = session
         self.destination = weight.destination
@@ -90,30 +89,32 @@ class DeviceCopy:
         for other in neighbours:
             other.be_kept_apart()
         self._of = MasterState(master, self._noted)
-        #: What was copied, where versions do not tell who has written: others have some of the master's
-        #: bytes, or somebody has taken `.data`. What differs from it was written here.
+        #: The master's values when both sides were last equal. Elements of `data` that differ from them were
+        #: written here. Kept only where versions do not tell who has written: if other tensors share the
+        #: master's memory, or if an alias was made by `.data`.
         self.before: torch.Tensor | None = None
         if neighbours or master.untyped_storage().nbytes() != master.nbytes:
             self.before = self._as_master(weight, master)
         with torch.inference_mode(False), torch.no_grad(), unseen_by_modes():
             self.data: torch.Tensor = self.destination.convert(master.detach())
-        #: The streams that were given the bytes, which the first one has copied; none where there are none.
+        #: The streams that use the bytes. The first one has copied them. Empty on the CPU.
         self.streams = [] if self.data.is_cpu else [torch.accelerator.current_stream(self.data.device)]
         self.nbytes = self.data.untyped_storage().nbytes()
-        #: The tensor that was handed out last, if it was not seen to die, and whether it has a graph.
+        #: The tensor that was handed out last, unless its death was noted, and whether it has a graph.
         self.handed: weakref.ref[torch.Tensor] | None = None
         self._note_death = functools.partial(_died, weakref.ref(self))
         self.requires_grad = False
-        #: The thread to which that was.
+        #: The thread that read the weight last.
         self.reader = threading.get_ident()
         #: Whether writes may have happened that no version counter shows.
         self.compare = False
+        #: The version of `data` when both sides were last equal.
         self.version: int = self.data._version
-        #: Whether the running module may ask for it again, and whether it has. Then what its reads are
-        #: results of, and the master's node, AccumulateGrad.
+        #: Whether the copy stays for the module that runs, and whether the module has read it again.
         self.kept = self.asked_again = False
+        #: For such a module: the output of `Fetch`, and the master's node AccumulateGrad.
         self.in_call: tuple[torch.Tensor, Any] | None = None
-        #: Of the bytes' storage.
+        #: Identifies the storage of `data`, as `storage_address` does.
         self.address = storage_address(self.data)
         copies[self.address] = self
 
@@ -129,7 +130,7 @@ class DeviceCopy:
         self.in_call = None
 
     def neighbours(self) -> list[DeviceCopy]:
-        """The copies of other weights of which the masters may have some of this one's bytes."""
+        """Return the copies of other weights whose masters may share bytes with the master of this one."""
         begin, end = self._range
         return [
             other
@@ -141,7 +142,10 @@ class DeviceCopy:
         ]
 
     def be_kept_apart(self) -> None:
-        """Take what was written to the master, and keep what that has: no version will tell who writes."""
+        """Write changes back to the master, and keep its values from now on, to tell who writes.
+
+        For masters whose version does not tell that, as others share their memory.
+        """
         weight = self.owner()
         if weight is not None:
             self.write_back(weight)
@@ -150,23 +154,26 @@ class DeviceCopy:
                 self.before = self._as_master(weight, copied)
 
     def _as_master(self, weight: Weight, values: torch.Tensor) -> torch.Tensor:
-        """Return a copy of the values on the device and in the dtype of the master."""
+        """Return a copy of values, on the device and in the dtype of a weight's master."""
         with torch.inference_mode(False), torch.no_grad(), unseen_by_modes():
             return values.detach().to(weight.master.device, weight.master.dtype, copy=True)
 
     def untracked_alias_made(self) -> None:
-        """Note that somebody may write to the bytes, and no version tells of it."""
+        """Note that an alias of the bytes was made, on which writes do not bump their version."""
         self.be_kept_apart()
         self.compare = True
 
     def current(self, master: torch.Tensor) -> bool:
-        """Whether the master is still what was copied (Invariant 6). An inference tensor has no version."""
+        """Return whether the master is known to have the values that were copied (Invariant 6).
+
+        Always False for an inference tensor, which has no version.
+        """
         return self._of.has_version and (self._of.is_of(master) or self.unchanged(master))
 
     def unchanged(self, master: torch.Tensor) -> bool:
-        """Whether no change of the master since the copy is known.
+        """Return whether no change of the master since the copy is known.
 
-        The version of one that shares its storage tells of others' writes, too.
+        If other tensors share its memory, their writes bump its version, too. So its values are compared.
         """
         if self._of.is_of(master):
             return True
@@ -180,7 +187,7 @@ class DeviceCopy:
         return True
 
     def tensor(self, weight: Weight) -> torch.Tensor:
-        """The tensor to hand out: the one that is alive, if there is one."""
+        """Return the tensor to hand out: the last one if it is still alive, else a new one."""
         connected = weight.master.requires_grad
         alive = None if self.handed is None or self.requires_grad != connected else self.handed()
         if alive is None:
@@ -195,14 +202,18 @@ class DeviceCopy:
             self.requires_grad = connected
         if self.streams:
             current = torch.accelerator.current_stream(self.data.device)
-            if current not in self.streams:  # it waits for the copy, and the memory for it (Invariants 1, 2)
+            # This stream has to wait for the copy, and the memory's reuse for this stream (Invariants 1, 2).
+            if current not in self.streams:
                 current.wait_stream(self.streams[0])
                 self.data.record_stream(current)
                 self.streams.append(current)
         return alive
 
     def written(self) -> bool:
-        """Whether a handed-out tensor, or its `.data`, was written since the two sides were equal."""
+        """Return whether the bytes on the device are known to be written since they equalled the master's.
+
+        Writes that bump no version are only seen while `before` is kept.
+        """
         if self.data._version != self.version:
             return True
         if not self.compare or self.before is None:
@@ -211,11 +222,12 @@ class DeviceCopy:
             return bool(changed_elements(self.data, self.destination.convert(self.before)).any())
 
     def write_back(self, weight: Weight) -> bool:
-        """Bring what was written on the device to the master; True if it was any.
+        """Write to the master what was written on the device. Return whether there was anything to write.
 
-        Only elements that differ are written: the others keep the master's precision. If the master has
-        changed since, those are written that it still has as they were copied, where `before` tells. What was
-        written on both sides is lost here, which is told once: see Note [Two writes, one weight].
+        Only elements that were written change, so the others keep the master's precision. If the master has
+        changed too, elements that it has changed keep its value, and `before` tells which they are; without
+        it, nothing is written. A write that is lost so is told to the user once: Note [Two writes, one
+        weight].
         """
         if not self.compare and not self.written():
             return False
@@ -227,15 +239,15 @@ class DeviceCopy:
                 self.version = self.data._version
                 self.session.tell_lost(weight)
             return False
-        for stream in self.streams:  # whoever may have written the bytes
+        for stream in self.streams:  # those that may have written the bytes
             torch.accelerator.current_stream(self.data.device).wait_stream(stream)
         with torch.inference_mode(False), torch.no_grad(), unseen_by_modes():
             now = master.detach()
             copied = now if self.before is None else self.before
             taken = self.data.to(device=now.device, dtype=now.dtype)
             changed = changed_elements(self.data, self.destination.convert(copied)).to(master.device)
-            # What the master rounds is in it by now: each further look would find it, and write it again. Not
-            # `&=`: one of the two may be functorch's, and then cannot be written to the other.
+            # A value that the master's dtype rounds still differs after it was written back, and would be
+            # written each time. Not `&=`: a mask of functorch's tensors cannot be written to a plain one.
             changed = changed & changed_elements(taken, now)
             any_changed = bool(changed.any())
             if any_changed:
@@ -246,7 +258,7 @@ class DeviceCopy:
                 with torch.inference_mode(master.is_inference()):
                     master.detach().copy_(written)
                 if self.before is not None:
-                    for other in self.neighbours():  # whose masters may have versions of their own
+                    for other in self.neighbours():  # their masters may have other version counters
                         other._noted.count += 1
                     differs = changed_elements(self.data, self.destination.convert(now))
                     self.before = with_changes(now, self.data, differs)
@@ -263,5 +275,5 @@ def _died(made: weakref.ref[DeviceCopy], _: object) -> None:
         copy.session.note_death(copy)
 
 
-#: All of them, by the address of their storage, which lives as long as they do.
+#: All copies on devices, by `DeviceCopy.address`. It is unique, as the storage lives as long as the copy.
 copies: weakref.WeakValueDictionary[int, DeviceCopy] = weakref.WeakValueDictionary()

@@ -1,11 +1,11 @@
-"""The copies that a session of the pure-Python provider has on the device, and how they go.
+"""The copies that a session of the pure-Python provider has on the device, and how they are freed.
 
 Note [Deaths are settled later]
 -------------------------------
-A handed-out tensor can die anywhere: in another thread, in the autograd engine, in a garbage collection
-that an allocation of a session's own code set off. So the weak reference's callback appends to a deque, which
-needs no lock, and tries to take the lock, without waiting. Whoever has the lock settles what is in the deque
-before letting go.
+A handed-out tensor can die anywhere: in another thread, in the autograd engine, or in a garbage collection
+that the session's own code set off by an allocation. So the callback of the weak reference to the tensor
+appends to a deque, which needs no lock, and tries to take the sessions' lock without waiting. The thread that
+has the lock handles what is in the deque before it releases the lock.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from dynswap_ext._util.own_masters import own_masters
 
 
 class _Exclusive:
-    """The lock of all sessions, which settles deaths when it is let go. See Note [Deaths are settled later].
+    """The lock that all sessions share. See Note [Deaths are settled later].
 
-    Reentrant, as a garbage collection may run user code that accesses a module while it is held.
+    It is reentrant, because a garbage collection in the thread that holds it may run code that reads weights.
     """
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class _Exclusive:
         self.renew()
 
     def renew(self) -> None:
-        """Make the lock anew: in a forked child, no thread is left that could release it."""
+        """Replace the lock. In a forked child, the thread that may have held it does not exist."""
         self._lock = threading.RLock()
         self._depth = 0
 
@@ -66,7 +66,7 @@ class _Exclusive:
 
 
 exclusive: Final = _Exclusive()
-#: Copies whose bytes somebody can write. `handed` is None where only aliases are left (`w.data`).
+#: Copies whose bytes can be written, by a handed-out tensor or only by an alias (`w.data`; `handed` is None).
 held: Final[dict[DeviceCopy, None]] = {}
 
 if hasattr(os, "register_at_fork"):  # Windows has no forks
@@ -74,41 +74,45 @@ if hasattr(os, "register_at_fork"):  # Windows has no forks
 
 
 def _settle(copy: DeviceCopy, aliased: bool) -> None:
-    """Note that the tensor handed out of a copy is dead; `aliased`: its bytes have other holders."""
+    """Handle the death of a tensor that was handed out of a copy.
+
+    If other tensors hold the copy's bytes (`aliased`), the copy stays held. Otherwise its changes are written
+    to the master, and it is dropped unless something else keeps it.
+    """
     if copy not in held:
         return
     if aliased:
-        copy.compare = True  # the bytes can still be written, and with no version counter's trace
+        copy.compare = True  # the bytes can still be written, without bumping a version
     if copy.handed is not None and copy.handed() is not None:
-        return  # it was handed out again since
+        return  # the copy was handed out again since
     copy.handed = None
     if aliased:
         return
-    del held[copy]  # nobody can write its bytes any more
+    del held[copy]  # its bytes cannot be written any more
     if copy.compare or copy.written():
         if take_to_master(copy):
-            copy.let_go()  # the next access gets what the master has of it, which may be rounded
+            copy.let_go()  # the next access copies the master, which may have rounded what was written
         copy.compare = False
     if not copy.kept:
         drop(copy)
 
 
 def drop(copy: DeviceCopy) -> None:
-    """Let the copy go if nothing wants it to stay."""
+    """Drop a weight's copy, unless it is resident, kept for a running call, or held by tensors."""
     weight = copy.weight
     if weight is not None and not (weight.resident or copy.kept or copy in held):
         weight.copy = None
 
 
 def take_to_master(copy: DeviceCopy) -> bool:
-    """Take what was written on a copy to its master, or say that it is lost; True if it was any."""
+    """Write a copy's changes to its master, or warn that they are lost. Return whether there were any."""
     with exclusive:
         weight = copy.owner()
         return weight is not None and copy.write_back(weight)
 
 
 class HeldCopies(Statistics):
-    """What is on the device for one install, and who still has it. Thread-safe."""
+    """The part of a session that knows its copies on the device and what holds them. Thread-safe."""
 
     _exclusive = exclusive
     device: torch.device
@@ -118,7 +122,7 @@ class HeldCopies(Statistics):
         self.hooks = hooks
         self._warned: set[str] = set()
         self._root: Callable[[], nn.Module | None] = lambda: None
-        # By the master's id. The modules' states own the weights, which own the residents' copies.
+        # By the id of the master. The states of modules own the weights, and a weight owns its copy.
         self._weights: weakref.WeakValueDictionary[int, Weight] = weakref.WeakValueDictionary()
 
     def stats(self) -> dict[str, int]:
@@ -145,10 +149,10 @@ class HeldCopies(Statistics):
                 take_to_master(copy)
 
     def flush_module(self, module: nn.Module) -> None:
-        self.flush()  # what is held is little here, and not sorted by module
+        self.flush()  # few copies are held at a time, and they are not sorted by module
 
     def call_ends(self) -> None:
-        """Write to the masters what a call that ends has written, also to buffers that bumped no version."""
+        """Write to the masters what the ending call has written, to buffers even if it bumped no version."""
         with exclusive:
             for copy in self._held():
                 weight = copy.weight
@@ -159,7 +163,7 @@ class HeldCopies(Statistics):
     def release(self, module: nn.Module) -> None:
         """Write changes back to the masters, and drop the device copies of a module's weights.
 
-        The copy of a resident is dropped too, as it is part of the autograd graph of its master.
+        Copies that handed-out tensors hold stay.
         """
         self.flush()
         with exclusive:
@@ -167,7 +171,7 @@ class HeldCopies(Statistics):
                 self._forget(weight)
 
     def _forget(self, weight: Weight) -> bool:
-        """Let the weight's copy go, unless somebody can write it; it is made again when it is needed."""
+        """Drop a weight's copy, unless tensors hold it. Return whether it was dropped."""
         if weight.copy is None or weight.copy in held:
             return False
         weight.copy = None
@@ -195,14 +199,14 @@ class HeldCopies(Statistics):
         return sum(master.nbytes for master in masters if is_sampled(master))
 
     def close(self) -> None:
-        """Let go of device memory, except what handed-out tensors hold; those can still be written."""
+        """Free device memory, except what handed-out tensors hold. Writes on them still reach the masters."""
         with exclusive:
             for weight in list(self._weights.values()):
                 weight.resident = False
                 self._forget(weight)
 
     def note_death(self, copy: DeviceCopy) -> None:
-        """Note that the tensor handed out of a copy is dying."""
+        """Note that a tensor that was handed out of a copy is being freed."""
         exclusive.deaths.append((copy, has_more_than_a_dying_alias(copy.address)))
         exclusive.settle_if_free()
 
@@ -210,9 +214,10 @@ class HeldCopies(Statistics):
         return [copy for copy in list(held) if copy.session is self]
 
     def _collect(self) -> None:
-        """Finish the copies whose bytes have no owner left.
+        """Settle all copies that no tensor holds any more.
 
-        Of some deaths nobody was told: an interrupt came in a weak reference's callback.
+        Some of their deaths were not noted: those of aliases, and those where an interrupt came in the
+        callback of the weak reference.
         """
         while exclusive.deaths:
             _settle(*exclusive.deaths.popleft())
@@ -223,7 +228,7 @@ class HeldCopies(Statistics):
                 _settle(copy, aliased=False)
 
     def _bytes(self) -> int:
-        """Device bytes of all copies that exist."""
+        """Return the device bytes of all copies of this session that exist."""
         return sum([copy.nbytes for copy in list(copies.values()) if copy.session is self])
 
     def _describe(self) -> None:
@@ -256,7 +261,7 @@ class HeldCopies(Statistics):
         return self._root() or model_of(self)
 
     def tell_lost(self, weight: Weight) -> None:
-        """Say that what was written on a handed-out tensor is lost."""
+        """Warn, once for each weight, that a write on a tensor that was handed out for it is lost."""
         self._warn_once(f"lost {id(weight)}", self._name(weight), self.hooks.warn_lost)
 
     def _warn_once(self, kind: str, message: str, warn: Callable[[str], None] | None = None) -> None:
@@ -266,7 +271,7 @@ class HeldCopies(Statistics):
 
 
 def _source_of(master: torch.Tensor, files: FileMappings) -> str:
-    """Where a master's bytes are, in the words of `GroupFigures.source`."""
+    """Return where a master's bytes are, in the words of `GroupFigures.source`."""
     if master.device.type != "cpu":
         return "device"
     if files.overlapping(master.data_ptr(), max(master.nbytes, 1)):

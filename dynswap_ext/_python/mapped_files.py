@@ -1,10 +1,10 @@
 """Masters that are mapped from a file (pure-Python provider; native: csrc/platform/mapped_memory.h).
 
-Note [Mapped files that become shorter]: whoever truncates a file takes the pages behind its new end out of
-all mappings of it, and the next access to one of them ends the process with SIGBUS. So the length of the file
-is asked for each time before this provider reads or hands out a mapped master. A file that is truncated in
-the microseconds between, or while the model computes with a master in place, still ends the process. The
-native provider lets the kernel copy what it reads, and has no such moment.
+Note [Mapped files that become shorter]: if a file is truncated, the pages behind its new end are taken out of
+all its mappings, and an access to such a page ends the process with SIGBUS. So this provider checks the
+length of the file each time before it reads or hands out a mapped master. If the file is truncated in the
+microseconds between the check and the read, or while the model computes with a master in place, the process
+still ends. The native provider lets the kernel copy what it reads, so its reads are always safe.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from dynswap_ext._util.file_mappings import FileMappings, Mapping
 from dynswap_ext._util.memory import exact_bytes
 from dynswap_ext.errors import SourceError
 
-#: Under which name a storage has what is known of the files under it, and the address for which that is so.
+#: The attribute of a storage that has its address and the file mappings that were found there.
 _KNOWN: Final = "_dynswap_files"
 
 
 def mapped_files(master: torch.Tensor) -> tuple[Mapping, ...]:
-    """Return the file mappings under a master's storage, except those of files that have lost their names."""
+    """Return the file mappings under a master's storage, except of files that were deleted or replaced."""
     try:
         if master.device.type != "cpu" or master.layout is not torch.strided:
             return ()
@@ -44,11 +44,11 @@ def mapped_files(master: torch.Tensor) -> tuple[Mapping, ...]:
 
 
 def what_is_missing(files: Iterable[Mapping], address: int, size: int) -> str:
-    """Say why files no longer have the `size` bytes at `address`; empty if they have, as far as is known."""
+    """Return an error message if the files no longer have the `size` bytes at `address`, else ""."""
     for file in files:
         begin, end = max(address, file.begin), min(address + size, file.end)
-        # The page at a joint is this process's own, whatever the file has there (Note [A fused weight is a
-        # mapping]).
+        # The page where two parts of a fused weight meet is in the process's own memory, and does not need
+        # the file (Note [A fused weight is a mapping]).
         spare = mmap.PAGESIZE - 1 if end < address + size else 0
         first, last = (place - file.begin + file.offset for place in (begin, end))
         if begin >= end:
@@ -58,7 +58,7 @@ def what_is_missing(files: Iterable[Mapping], address: int, size: int) -> str:
         except OSError:
             continue
         if status.st_ino != file.inode or last <= status.st_size + spare:
-            continue  # its name may be another file's by now, and it is left alone
+            continue  # it is long enough, or another file has its name by now
         return (
             f"a weight (bytes {first} to {last} of {file.name!r}) cannot be read: the file has been "
             f"truncated since it was mapped, and has {exact_bytes(status.st_size)} now; get a complete copy "
@@ -77,6 +77,6 @@ def check_mapped(master: torch.Tensor) -> None:
 
 
 def span(master: torch.Tensor) -> int:
-    """Return how many bytes the tensor's elements span."""
+    """Return the bytes from the beginning of a tensor's first element to the end of its last one."""
     last = sum((size - 1) * stride for size, stride in zip(master.shape, master.stride(), strict=True))
     return (1 + last) * master.element_size() if master.numel() else 0

@@ -1,9 +1,9 @@
-"""What a master was like when it was copied, to find out later whether it is another by now (pure Python).
+"""The state of a master when it was copied, to find out later whether it has changed (pure-Python provider).
 
-`p.data[i] = x`, NumPy, DLPack and fused optimizers write to a master and bump no version counter. So bytes
-are compared with what they were: all of them up to 64 KiB, a few places of more. Steps of optimizers, and
-gradients that arrive, which a step is likely to follow, count as writes to a master that is sampled so. (The
-native provider has the kernel track pages: csrc/io/memory_watch.h.)
+`p.data[i] = x`, NumPy, DLPack and fused optimizers write to a master and bump no version counter. So its
+bytes are compared with those of before: all of them up to 64 KiB, and in a larger master a few places. Such a
+sampled master also counts as written after a step of an optimizer, and after a gradient has arrived, which a
+step is likely to follow. (The native provider has the kernel track pages: csrc/io/memory_watch.h.)
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ import torch
 
 from dynswap_ext._python.mapped_files import mapped_files, span, what_is_missing
 
-#: Bytes above which a master is sampled: a few places of it are compared.
+#: The most bytes that are all compared. A larger master is sampled: a few places of it are compared.
 _COMPARED: Final = 64 << 10
-#: How many places, of 8 bytes each.
+#: The places of 8 bytes that are compared in a sampled master.
 _PLACES: Final = 16
 
 
 def is_sampled(master: torch.Tensor) -> bool:
-    """Whether only a few places of the master are compared, so that a small write may go unseen.
+    """Return whether only a few places of a master are compared, so that a small write may go unseen.
 
-    A master with gaps between its elements is not: its elements are compared with a copy of them.
+    Of a master with gaps between its elements, all elements are compared, with a copy of them.
     """
     return master.device.type == "cpu" and master.nbytes > _COMPARED and span(master) == master.nbytes
 
 
 class NotedWrites:
-    """Counts the writes to a master that somebody has told of, and that may have bumped no version."""
+    """Counts the reported writes to a master, such as an optimizer's steps, which may bump no version."""
 
     __slots__ = ("count",)
 
@@ -39,7 +39,7 @@ class NotedWrites:
 
 
 class MasterState:
-    """A master's place, version, layout and bytes at one time."""
+    """A master's memory, version, layout and bytes at the time when the object is made."""
 
     def __init__(self, master: torch.Tensor, noted: NotedWrites) -> None:
         self._identity = _identity(master)
@@ -53,14 +53,17 @@ class MasterState:
             places, each = range(address, address + size - 7, (size - 8) // (_PLACES - 1)), 8
         else:
             places, each = range(address, address + 1), size
-        # With gaps, others' elements are among the bytes. The address of a functional tensor is 0.
+        # In gaps there are elements of other tensors. The address of a functional tensor is 0.
         looked_at = places if address and size == master.nbytes else ()
         self._memory = [(ctypes.c_char * each).from_address(place) for place in looked_at]
-        # A bytearray compares with memory as it is, without a copy of it.
+        # A bytearray can be compared with that memory without a copy of it.
         self._bytes: list[Any] = [bytearray(part) for part in self._memory]
 
     def is_of(self, master: torch.Tensor) -> bool:
-        """Whether the master is like this now, as far as can be seen; False may be wrong."""
+        """Return whether the master is in this state now, as far as can be seen.
+
+        False may mean that this cannot be told.
+        """
         if self._identity != _identity(master) or not self._memory:
             return False
         if self._noted is not None and self._noted.count != self._count:
@@ -68,19 +71,22 @@ class MasterState:
         return not (self._files and self._is_gone()) and self._bytes == self._memory
 
     def lies_as(self, master: torch.Tensor) -> bool:
-        """Whether the master is where it was, with the same layout, and can be read."""
+        """Return whether the master has the same memory and layout as then, and can be read."""
         return self._identity[1:] == _identity(master)[1:] and not self._is_gone()
 
     def _is_gone(self) -> bool:
-        """Whether the bytes cannot be read any more (Note [Mapped files that become shorter])."""
+        """Return whether the bytes cannot be read any more (Note [Mapped files that become shorter])."""
         return bool(what_is_missing(self._files, *self._range))
 
 
 def _identity(master: torch.Tensor) -> tuple[Any, ...]:
-    """What changes when the master's content does; version None means that it cannot be told."""
+    """Return a master's version, memory, dtype and layout.
+
+    The version of an inference tensor is None. The result is empty if the master has no memory.
+    """
     try:
         where = master.untyped_storage()._cdata, master.data_ptr()
-    except RuntimeError:  # it has been swapped with a tensor that has no memory
+    except RuntimeError:  # the master was swapped with a tensor that has no memory
         return ()
     try:
         version = master._version

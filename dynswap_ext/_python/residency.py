@@ -8,11 +8,12 @@ from collections.abc import Sequence
 def choose_residents(
     sizes: Sequence[int], budget: int | None, in_use: int, keep: Sequence[bool] | None = None
 ) -> list[bool]:
-    """Choose the weights that stay on the device, by their device bytes: a bool for each.
+    """Return for each weight, given by its device bytes, whether it stays on the device.
 
-    All of them if they fit the budget; else the first that leave room for `in_use`, the bytes that a call may
-    have on the device at one time, and for the largest. Weights of `keep` stay in any case. Without a budget
-    no others do. Nothing is fetched ahead here, so it makes no difference where those are that stream.
+    If the budget does not hold all weights, room is left for the largest one, or for `in_use` bytes if these
+    are more: the most that a call may have on the device at one time. The first weights that leave this room
+    stay. Weights of `keep` stay in any case, and without a budget only these do. Which weights stay does not
+    matter for speed, as this provider fetches nothing ahead.
     """
     chosen = [False] * len(sizes) if keep is None else list(keep)
     if budget is None:

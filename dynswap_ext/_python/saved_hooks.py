@@ -1,7 +1,7 @@
-"""What the graph keeps instead of the weights that autograd saves (pure-Python provider; native: saved.cpp).
+"""Saved-tensor hooks for calls of installed modules (pure-Python provider; native: csrc/session/saved.cpp).
 
-It is the saved-tensor hooks under which an installed module's call runs that keep it. See Note [Backward
-fetches again] and Note [Hooks of others].
+Where autograd saves a streamed weight, they keep a reference, which is fetched again in backward. See Note
+[Backward fetches again] and Note [Hooks of others].
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _autograd: Any = torch._C._autograd
 
 
 class _SavedTensor:
-    """A saved tensor that is kept itself: it shows no streamed weight."""
+    """A saved tensor that is kept itself, because it is not a view of a streamed weight."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        # Detached: were it the tensor itself, an operation's output would own its own graph.
+        # Detached, because a saved tensor may be an operation's output, and would then own its own graph.
         self.tensor = tensor.detach()
         self.version = _version_of(self.tensor)
 
@@ -34,7 +34,7 @@ class _SavedTensor:
 
 
 class _SavedWeight:
-    """A streamed weight, or a view of one."""
+    """A saved tensor that is a streamed weight or a view of one: a reference, without the bytes."""
 
     def __init__(self, copy: DeviceCopy, weight: Weight, view: torch.Tensor) -> None:
         self.session, self.weight = copy.session, weight
@@ -46,27 +46,33 @@ class _SavedWeight:
         copy: DeviceCopy = self.session.fetch_again(self.weight)
         with torch.inference_mode(False), torch.no_grad():
             view = copy.data.as_strided(*self.place)
-        view._dynswap_copy = copy  # type: ignore[attr-defined]  # it counts while somebody has it
+        view._dynswap_copy = copy  # type: ignore[attr-defined]  # so it is counted while the view is alive
         return view
 
 
 def _shown_by(tensor: torch.Tensor) -> tuple[DeviceCopy, Weight] | None:
-    """Return the copy whose bytes a tensor shows, and its weight, whose master has the same values."""
+    """Return the copy that a tensor is a view of, and its weight.
+
+    None if there is none, or if the weight's master cannot be fetched again with the same values.
+    """
     copy = copy_of(tensor)
     weight = None if copy is None or tensor.is_conj() or tensor.is_neg() else copy.weight
     if copy is None or weight is None or not copy.current(weight.master):
         return None
     if copy.compare and not isinstance(weight.master, torch.nn.Parameter):
-        return None  # statistics, which the forward may write with no version's trace
+        return None  # statistics, which the forward may write without bumping a version
     copy.write_back(weight)
     return copy, weight
 
 
 def _of_master(tensor: torch.Tensor, data: torch.Tensor, master: torch.Tensor) -> torch.Tensor | None:
-    """Return what plain torch would have saved, the master, or a view of it; None if there is none."""
+    """Return what autograd would save without an install: the master or a view of it.
+
+    None if there is no view of the master that matches `tensor`, a view of the copy `data`.
+    """
     if _place(tensor) == _place(data):
         return master
-    # Of a master with gaps, or of a conjugate, a view of the copy is none of the master's memory.
+    # With gaps, or with a pending conjugation or negation, the master's memory differs from the copy's.
     if data.stride() != master.stride() or master.is_conj() or master.is_neg():
         return None
     offset = master.storage_offset() + tensor.storage_offset() - data.storage_offset()
@@ -92,20 +98,21 @@ def _refuse_if_written(saved: int, tensor: torch.Tensor) -> None:
 
 
 class _Lent(NamedTuple):
-    """What others were given instead of a saved tensor."""
+    """A saved tensor in whose place other code's hooks were given another one, mostly the master."""
 
+    #: The tensor that their pack hook was given.
     given: torch.Tensor
-    #: What they made of it.
+    #: What their pack hook returned.
     theirs: Any
-    #: What to use if they left it alone.
+    #: What is unpacked if their unpack hook returns `given` as it was.
     saved: _SavedTensor | _SavedWeight
-    #: Of the saved tensor.
+    #: The device and the dtype of the saved tensor.
     device: torch.device
     dtype: torch.dtype
 
 
 class _Hooks:
-    """Hooks of ours, which go on asking those of others, if there are any, of every tensor that is saved."""
+    """This provider's saved-tensor hooks. They call the hooks that other code has pushed before, if any."""
 
     def __init__(self, pack: Any = None, unpack: Any = None) -> None:
         self._their_pack, self._their_unpack = pack, unpack
@@ -120,7 +127,7 @@ class _Hooks:
             return saved
         given = None if shown is None else _of_master(tensor, shown[0].data, shown[1].master)
         if self._of_checkpoint and (streamed or given is not None):
-            # It compares what is saved with what is computed again, maybe where these hooks are not.
+            # Checkpointing compares this with what it computes again, maybe where these hooks do not run.
             given = one_element(tensor.dtype, tensor.device).expand(tensor.shape)
         if given is None:
             return self._their_pack(tensor)
@@ -141,7 +148,7 @@ class _Hooks:
             return self._their_unpack(packed)
         theirs = self._their_unpack(packed.theirs)
         if not isinstance(theirs, torch.Tensor):
-            return theirs  # torch says what is wrong with it
+            return theirs  # torch raises the error for it
         plain = type(theirs) in (torch.Tensor, torch.nn.Parameter)
         if theirs is packed.given or (plain and shows_the_same(theirs, packed.given)):
             return packed.saved.unpack()
@@ -154,7 +161,7 @@ _ALONE: Final = _alone.pack, _alone.unpack
 
 
 def wanted() -> bool:
-    """Return whether hooks of ours are to be pushed: a graph is recorded, and the innermost are not ours."""
+    """Return whether to push our hooks: a graph is recorded, and the innermost hooks are not ours."""
     if not torch.is_grad_enabled() or not _autograd._saved_tensors_hooks_is_enabled():
         return False
     hooks = _innermost()
@@ -162,7 +169,7 @@ def wanted() -> bool:
 
 
 def push() -> None:
-    """Push hooks of ours, which ask those that were the innermost."""
+    """Push our saved-tensor hooks, which call those that were the innermost before."""
     _push_over(_innermost())
 
 

@@ -1,8 +1,8 @@
-"""The pure-Python provider: the native engine's semantics without prefetch, wherever torch runs.
+"""A session of the pure-Python provider: the native engine's semantics without prefetch, wherever torch runs.
 
-A weight is copied when it is accessed and dropped with the tensor that was handed out; inside a module's
-call, at its end. With a budget, some weights stay on the device between accesses (residents). Never imports
-the native extension.
+A weight is copied when it is accessed. The copy is dropped with the tensor that was handed out or, inside a
+module's call, when that call ends. With a budget, some weights stay on the device between accesses
+(residents). The native extension is never imported.
 """
 
 from __future__ import annotations
@@ -30,27 +30,28 @@ from dynswap_ext._util.own_masters import own_masters
 from dynswap_ext.config import Budget, Options
 from dynswap_ext.errors import BudgetError
 
-#: A module, and what it is to become: its class, and its state (None: a plain module).
+#: A module, with the class and the state that it is to get. Without a state (None) it is a plain module.
 _Change = tuple[nn.Module, type, Any]
 
 
 class Session(Access):
-    """`dynswap_ext._swap.protocol.Session`, which has the meaning of most methods.
+    """One install, served in pure Python. `dynswap_ext._swap.protocol.Session` documents most methods.
 
-    It owns no module and no master; their states own the weights, whose device memory goes with them.
+    A session owns no module and no master. The states of modules own the weights, and the device memory of a
+    weight is freed with it.
     """
 
     provider = "python"
     backend = "python"
-    #: Its residents do not give way.
+    #: Always 0, as residents of this provider do not give way to others.
     given_way_bytes = 0
-    #: Nor does it know what a CUDA graph has captured.
+    #: Always False, as this provider does not know what a CUDA graph has captured.
     captured = False
 
     def __init__(self, options: Options, budget: Budget, hooks: Hooks) -> None:
         super().__init__(options, budget, hooks)
         self._states: weakref.WeakSet[ModuleState] = weakref.WeakSet()
-        #: What `begin` will do.
+        #: The changes that `begin` will make.
         self._draft: list[_Change] = []
 
     # Modules ------------------------------------------------------------------------------------------
@@ -70,9 +71,9 @@ class Session(Access):
     def begin(self) -> None:
         changes, self._draft = self._draft, []
         earlier = {session for module, *_ in changes if isinstance(session := session_of(module), Session)}
-        # No access is under way then, and the next one finds the new state.
+        # While the lock is held no access is under way, and the next one finds the new state.
         with exclusive:
-            given_up = self._swap(changes)  # which own the earlier weights
+            given_up = self._swap(changes)  # these states own the weights of earlier sessions
             for session in earlier:
                 self._take_copies(session)
         del given_up
@@ -83,7 +84,7 @@ class Session(Access):
     def attach(self, root: nn.Module, swap_class: Callable[[type], type | None]) -> int:
         with exclusive:
             found = self._survey(root, swap_class, joins=True)
-            self.outdated = True  # they wait for the next plan
+            self.outdated = True  # the modules that join are in the next plan
             self._swap(found)
         return len(found)
 
@@ -92,8 +93,8 @@ class Session(Access):
     ) -> list[_Change]:
         """Return the class and the state that each module of a tree is to get.
 
-        Installed modules that this session will not serve get their own class back. With `joins`, modules
-        that a session serves already are left out.
+        An installed module that this session will not serve gets its original class back. With `joins`,
+        modules that a session serves already are left out.
         """
         classes: dict[type, type | None] = {}
         found: list[_Change] = []
@@ -118,7 +119,7 @@ class Session(Access):
         return found
 
     def _swap(self, changes: Sequence[_Change]) -> list[_Change]:
-        """Give modules their classes and states, and return what they had; after an error they have that."""
+        """Give modules new classes and states, and return the old ones. After an error they have these again."""
         before = [(module, type(module), module.__dict__.get(STATE_KEY)) for module, _, _ in changes]
         try:
             for change in changes:
@@ -213,7 +214,11 @@ class Session(Access):
     def _destinations(
         self, module: nn.Module, exceptions: frozenset[str], joins: bool
     ) -> dict[str, Destination]:
-        """Return where masters go, which says what they are cast into (Note [What dtype= casts])."""
+        """Return the device and dtype for each of a module's masters, by name (Note [What dtype= casts]).
+
+        `exceptions` are the masters that this note treats differently from the others, `joins` whether the
+        module was added after the install.
+        """
         found = {}
         for name in (*module._parameters, *module._buffers):
             master = _master(module, name)
@@ -248,7 +253,10 @@ class Session(Access):
         }
 
     def _make_plan(self, plan: dict[ModuleState, dict[str, Weight]], budget: int | None) -> None:
-        """Plan for weights of modules within a budget; on an error, nothing has changed."""
+        """Choose the residents among the weights of modules within a budget.
+
+        Raises BudgetError if the budget is too small. Nothing has changed then.
+        """
         size_of = {weight: weight.to_plan() for weights in plan.values() for weight in weights.values()}
         together = max((sum(size_of[w] for w in weights.values()) for weights in plan.values()), default=0)
         at_once, kept = self._needed_and_kept(plan, size_of)
@@ -280,7 +288,7 @@ class Session(Access):
         )
 
     def _take_copies(self, earlier: Session) -> None:
-        """Go on with what somebody has of the weights that were another session's."""
+        """Take over what tensors and graphs still hold of weights that an earlier session has served."""
         earlier._collect()
         present = [state.weights.values() for state in earlier.states() if state.in_effect()]
         still_served = {weight for weights in present for weight in weights}
@@ -289,7 +297,7 @@ class Session(Access):
             if new is None or new.master is not old.master or old in still_served:
                 continue
             if new.destination == old.destination:
-                new.fetched, new.noted = old.fetched, old.noted  # graphs lead there
+                new.fetched, new.noted = old.fetched, old.noted  # autograd graphs refer to these
                 if copy in held:
                     old.copy, new.copy = None, copy
                     copy.owner, copy.session = weakref.ref(new), self
@@ -297,7 +305,7 @@ class Session(Access):
     def _needed_and_kept(
         self, plan: dict[ModuleState, dict[str, Weight]], size_of: dict[Weight, int]
     ) -> tuple[int, set[Weight]]:
-        """Return the most device bytes that one call is known to need at once, and the weights to keep."""
+        """Return the most bytes besides kept weights that one call needs at once, and the kept weights."""
         modules = {
             module: weights for state, weights in plan.items() if (module := state.owner()) is not None
         }
@@ -314,7 +322,11 @@ class Session(Access):
     def _check_budget(
         self, budget: int | None, kept: set[Weight], size_of: dict[Weight, int], at_once: int
     ) -> None:
-        """Refuse a budget that does not hold what is kept and the largest of the others."""
+        """Raise BudgetError for a budget that is too small.
+
+        It has to hold the weights that are kept, plus the largest of the others or, if they are more, the
+        `at_once` bytes that one call needs.
+        """
         held = sum(map(size_of.__getitem__, kept))
         largest = max((size for weight, size in size_of.items() if weight not in kept), default=0)
         smallest = held + max(largest, at_once)
@@ -335,7 +347,7 @@ class Session(Access):
 
 
 def _become(module: nn.Module, cls: type, state: Any) -> None:
-    """Give a module its class and its state. The class comes first, as it serves the module in any state."""
+    """Give a module a class and a state. The class comes first, because it serves the module in any state."""
     set_class(module, cls)
     if state is not None:
         module.__dict__[STATE_KEY] = state

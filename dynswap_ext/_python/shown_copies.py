@@ -1,4 +1,4 @@
-"""The copy whose bytes a tensor shows, for whoever has the tensor alone (pure-Python provider)."""
+"""Finds the device copy that a tensor is a view of, where only the tensor is known (pure-Python provider)."""
 
 from __future__ import annotations
 
@@ -15,16 +15,19 @@ from dynswap_ext._swap import parameter_proxy
 
 
 def copy_of(tensor: torch.Tensor) -> DeviceCopy | None:
-    """The copy whose bytes a tensor, or a view, shows."""
+    """Return the device copy that a tensor is a view of; None if there is none."""
     if tensor.layout is not torch.strided or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         return None
     copy = copies.get(storage_address(tensor))
-    # A copy may be gone, and its storage's address another's.
+    # The copy may be gone, and another tensor's storage may have its address by now.
     return copy if copy is not None and tensor.dtype == copy.data.dtype else None
 
 
 def _untracked_alias_made(tensor: torch.Tensor, _: torch.Tensor) -> Callable[[], object] | None:
-    """Let the bytes tell whether it was written: its version will not."""
+    """Note that an alias of a handed-out tensor was made, on which writes do not bump the tensor's version.
+
+    Return a function that takes such writes to the master; None if no copy is concerned.
+    """
     copy = copy_of(tensor)
     if copy is None:
         return None

@@ -1,6 +1,6 @@
-"""What a session of the pure-Python provider counts and records (native: csrc/core).
+"""The counters and recordings of a session of the pure-Python provider (native: csrc/core).
 
-Each weight is a group. Copies are synchronous: a copy and the wait for it are one.
+Each weight is a group by itself. Copies are synchronous, so the time of a copy is also a stall.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-#: Spans that one recording holds, some 60 MB of them.
+#: The most spans that one recording holds, which take some 60 MB.
 _MOST_SPANS: Final = 1 << 18
 
 
@@ -25,17 +25,18 @@ class Counts:
     bytes: int = 0
     resident: bool = False
     copied_before: bool = False
-    #: Whether the next copy is made because the master is another.
+    #: Whether the next copy is needed because the master has changed or was replaced.
     changed: bool = False
     #: "hits", "copies", "bytes_moved", "copy_ns".
     counters: Counter[str] = field(default_factory=Counter)
+    #: Nanoseconds of stalls by their cause.
     causes: Counter[str] = field(default_factory=Counter)
 
     def reset(self) -> None:
         self.counters, self.causes = Counter(), Counter()
 
     def figures(self) -> dict[str, Any]:
-        """Return the figures of this weight as `Session.groups` gives them."""
+        """Return the figures of this weight, named as in `GroupFigures`."""
         counted = {name: self.counters[name] for name in ("hits", "copies", "bytes_moved", "copy_ns")}
         return {
             **counted,
@@ -52,14 +53,15 @@ class Counts:
 
 
 class Statistics:
-    """The counters of a session and of its weights, and what was recorded."""
+    """The part of a session that has its counters, those of its weights, and what was recorded."""
 
     #: LOCK: guards everything here.
     _exclusive: AbstractContextManager[None]
 
     def __init__(self) -> None:
-        #: By their names in `Stats`, of which a missing one is 0. The plan stays when counting begins again.
+        #: By their names in `Stats`. One that is missing is 0.
         self._counters: Counter[str] = Counter()
+        #: The figures of the plan, by their names in `Stats`, which `reset_stats` does not reset.
         self._plan: dict[str, int] = {}
         self._counts: dict[Counts, None] = {}  # in the order of definition
         self._used: dict[Counts, None] = {}  # in the order of first use
@@ -90,14 +92,17 @@ class Statistics:
             return {"spans": spans, "dropped": self._dropped, "clock": "monotonic"}
 
     def _seen(self) -> dict[str, Any]:
-        """What the recorded passes took, as `Tuning` has it: from the first one's beginning to the last's."""
+        """Return figures of the recorded passes, named as in `Tuning`.
+
+        They include what lies between the beginnings of the first and the last pass.
+        """
         spans = self.timeline()["spans"]
         begins = [(span[2], span[6]) for span in spans if span[0] == "pass"]
         passes = max(0, len(begins) - 1)
         first, last = (begins[0][0], begins[-1][0]) if passes else (0, 0)
         copies = [span for span in spans if span[0] == "copy" and first <= span[2] < last]
         waited = sum(min(span[3], last) - span[2] for span in copies) / 1e9
-        # Copies take turns, so of several threads that call the model one at least goes on, and computes.
+        # Copies take turns. So if several threads call the model, at least one computes during each copy.
         all_waited = waited if len({thread for _, thread in begins}) == 1 else 0.0
         return {
             "passes": passes,
@@ -117,7 +122,7 @@ class Statistics:
             self._used[counts] = None
 
     def _count_copy(self, counts: Counts, begin: int, end: int, nbytes: int) -> None:
-        """Count a copy of the weight, for which its consumer waited; times are of ``time.monotonic_ns``."""
+        """Count a copy of a weight, and its time as a stall. Times are those of ``time.monotonic_ns``."""
         took = end - begin
         for name, more in (("stall_ns", took), ("misses", 1), ("copies", 1), ("bytes_moved", nbytes)):
             self._counters[name] += more
@@ -135,7 +140,7 @@ class Statistics:
         self._used.setdefault(counts)
 
     def _record_use(self, counts: Counts, held: int) -> None:
-        """Record that a computation uses the weight from now on; `held` bytes are on the device."""
+        """Record that a weight is used from now on, while `held` bytes of weights are on the device."""
         now = time.monotonic_ns()
         self._add("use", counts, now, now, "", held, threading.get_native_id())
 

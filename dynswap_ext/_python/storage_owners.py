@@ -1,4 +1,4 @@
-"""A tensor's storage, and whether others have it, as far as torch tells (pure-Python provider)."""
+"""Tells whether a tensor's storage has other owners, as far as torch counts them (pure-Python provider)."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Final
 
 import torch
 
-#: How many owners a storage has, by its address; 0 where torch does not tell.
+#: Returns how many owners a storage has, given `storage_address`; 0 where torch does not tell.
 _count: Final[Callable[[int], int]] = getattr(torch._C, "_storage_Use_Count", lambda _: 0)
 
 
 def _measure() -> tuple[int, int]:
-    """Return what is counted for a tensor by itself, and for one whose only alias is dying.
+    """Return how many owners torch counts for one tensor's storage: alone, and while its only alias is freed.
 
-    Measured, as torch's own references to a storage are not part of its interface.
+    This is measured, because torch does not document how many references it holds itself.
     """
     data = torch.zeros(1, device="cpu")
     address = data.untyped_storage()._cdata
