@@ -1,12 +1,12 @@
 """Write an index of the wheels in a folder: static files in its folder simple, which pip takes as an index.
 
-    python build_backend/wheel_index.py dist                   # links to the wheels beside it
+    python build_backend/wheel_index.py dist                   # links to the wheels in dist
     python build_backend/wheel_index.py dist --files https://github.com/OWNER/NAME/releases/download
 
 With `--files` a link is to the wheel's path below that address: dist/v0.2.0/some.whl has to be there as
-v0.2.0/some.whl. Beside each wheel its metadata is written, for the same place: pip reads them to choose among
-wheels. The format: https://packaging.python.org/en/latest/specifications/simple-repository-api/. Uses the
-standard library alone.
+v0.2.0/some.whl. The metadata of each wheel is written next to it, and has to be next to it at the address,
+too: pip reads it to choose a wheel. The format of the index:
+https://packaging.python.org/en/latest/specifications/simple-repository-api/. Uses only the standard library.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PAGE = """<!DOCTYPE html>
 
 
 def main(arguments: list[str]) -> int:
-    """Write the pages, and the metadata beside each wheel; return the exit status."""
+    """Write the pages, and the metadata next to each wheel. Return the exit status."""
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--files", metavar="URL", help="where the wheels are; default: in the folder")
@@ -59,7 +59,7 @@ def main(arguments: list[str]) -> int:
 
 
 def link(wheel: Path, files: str | None, folder: Path, page: Path) -> str:
-    """Return the link to a wheel, with its checksum and what pip wants to know of it; write its metadata."""
+    """Return the HTML link to a wheel, with its checksum and required Python, and write its metadata."""
     with zipfile.ZipFile(wheel) as archive:
         (name,) = (each for each in archive.namelist() if re.fullmatch(r"[^/]+\.dist-info/METADATA", each))
         metadata = archive.read(name)
@@ -77,7 +77,7 @@ def link(wheel: Path, files: str | None, folder: Path, page: Path) -> str:
 
 
 def write(page: Path, title: str, links: list[str]) -> None:
-    """Write a page of links, a line each."""
+    """Write an HTML page of links, one on each line."""
     page.parent.mkdir(parents=True, exist_ok=True)
     page.write_text(PAGE.format(title=title, links="\n".join(links)))
 

@@ -1,9 +1,9 @@
-"""Build backend: setuptools', building against the torch that the interpreter already has.
+"""Build backend: that of setuptools, but building against the torch that the interpreter already has.
 
-pip builds in an environment of its own, where the torch that the extension will run with is not to be
-seen. A torch installed there instead is gigabytes of download, and as likely as not one of another ABI.
-So the hooks look past the isolation: a suitable torch in the interpreter is put on ``sys.path``, and
-only where there is none does torch become a build requirement.
+pip builds in an isolated environment, in which the torch that the extension will run with is not visible. To
+install another one there takes a download of gigabytes, and it may have another ABI. So the hooks look past
+the isolation: they put a suitable torch of the interpreter on ``sys.path``. Only if there is none, torch
+becomes a build requirement.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def get_requires_for_build_editable(config_settings: Any = None) -> list[str]:
 
 
 def prepare_metadata_for_build_wheel(metadata_directory: str, config_settings: Any = None) -> str:
-    """Write the metadata of the wheel, which names the torch that it is built for. Nothing is compiled."""
+    """Write the metadata of the wheel, which requires the torch that it is built for. Nothing is compiled."""
     reveal_torch()
     return build_meta.prepare_metadata_for_build_wheel(metadata_directory, config_settings)
 
@@ -62,7 +62,7 @@ def prepare_metadata_for_build_editable(metadata_directory: str, config_settings
 def build_wheel(
     wheel_directory: str, config_settings: Any = None, metadata_directory: str | None = None
 ) -> str:
-    """Compile and pack the wheel."""
+    """Compile the extension and pack the wheel. Return the wheel's file name."""
     reveal_torch()
     return build_meta.build_wheel(wheel_directory, config_settings, metadata_directory)
 
@@ -70,6 +70,6 @@ def build_wheel(
 def build_editable(
     wheel_directory: str, config_settings: Any = None, metadata_directory: str | None = None
 ) -> str:
-    """Compile in place and pack the wheel that points here."""
+    """Compile the extension in place, and pack a wheel that points to this checkout. Return its file name."""
     reveal_torch()
     return build_meta.build_editable(wheel_directory, config_settings, metadata_directory)

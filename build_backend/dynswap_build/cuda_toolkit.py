@@ -20,14 +20,16 @@ _VARIABLES = ("CUDA_HOME", "CUDA_PATH")
 #: Where toolkits are installed, in the order in which they are tried, the newest of a pattern first.
 DEFAULTS = ("/usr/local/cuda", "/usr/local/cuda-*")
 
-#: The toolkit in NVIDIA's packages, with nvcc from CUDA 13 on; where pip puts it; and its first version.
+#: NVIDIA's package of the toolkit.
 PACKAGE = "cuda-toolkit"
+#: The folder, in one of `sys.path`, to which pip installs it.
 INSTALLED_BY_PIP = "nvidia/cu[0-9]*"
+#: The first version that has nvcc.
 _OLDEST_PACKAGE = "13.0"
 
 
 class ToolkitNotFound(Exception):
-    """No usable toolkit; the message lists where was looked and what was missing there."""
+    """There is no usable toolkit. The message lists the folders that were tried, and what each lacks."""
 
 
 @dataclass(frozen=True)
@@ -64,10 +66,10 @@ def find_toolkit() -> Toolkit:
 
 
 def package_requirement(*, torch_is_installed: bool) -> str:
-    """Return the requirement that installs a toolkit: of the CUDA that torch runs with, if that is known.
+    """Return the requirement that has pip install a toolkit, of the CUDA that torch runs with if it is known.
 
-    The driver that serves torch then serves the extension. A GPU build of torch from PyPI requires the
-    package in one version, without the extra that has nvcc.
+    The extension then works with any driver that torch works with. A GPU build of torch from PyPI requires
+    the same package in one version, but without the extra that has nvcc.
     """
     package = f"{PACKAGE}[nvcc]"
     if not torch_is_installed:  # torch is installed for this build too, and chooses
@@ -85,7 +87,7 @@ def _candidates() -> Iterator[tuple[str, Path]]:
     nvcc = shutil.which("nvcc")
     if nvcc:
         yield "nvcc on PATH", Path(nvcc).resolve().parent.parent
-        # an nvcc on PATH may be a script that starts the real one, which knows where it lies
+        # nvcc on PATH may be a script that starts the real nvcc, which prints its own folder
         top = re.search(r"^#\$ TOP=(.+)$", _output([nvcc, "--dryrun", "-E", "-x", "cu", os.devnull]), re.M)
         if top:
             yield "what nvcc on PATH starts", Path(top[1].strip()).resolve()
@@ -102,7 +104,7 @@ def _version_in_name(home: Path) -> list[int]:
 
 
 def _inspect(home: Path) -> Toolkit | str:
-    """Return the toolkit in `home`, or what keeps it from being one."""
+    """Return the toolkit in the folder `home`, or the reason why it cannot be used."""
     nvcc = home / "bin" / "nvcc"
     if not nvcc.is_file():
         return "no bin/nvcc"

@@ -1,4 +1,4 @@
-"""What setup() is given: the extension dynswap_ext._C, and how it is compiled.
+"""Makes the arguments of setup(): the extension dynswap_ext._C, and how it is compiled.
 
 Environment:
 
@@ -9,13 +9,13 @@ DYNSWAP_CUDA          ``1``: with the CUDA backend, or fail; ``0``: without; ``a
                       where a toolkit is found. With ``1`` and no toolkit, an isolated build (pip's default)
                       takes one from NVIDIA's packages.
 DYNSWAP_WERROR        ``1``: warnings are errors.
-DYNSWAP_UNITY         ``0``: one translation unit for each file. Default: one for several folders, as the
-                      headers that they share take longer to compile than what is in them.
-TORCH_CUDA_ARCH_LIST  as for every torch extension. Default: of ``7.0;8.0;9.0+PTX;10.0;12.0`` what nvcc
-                      knows: before 12.8 no 10.0 and 12.0, and from 13 on 7.5 for 7.0.
+DYNSWAP_UNITY         ``0``: one translation unit for each file. Default: one for several folders, because
+                      the headers that they share take longer to compile than their own code.
+TORCH_CUDA_ARCH_LIST  as for every torch extension. Default: ``7.0;8.0;9.0+PTX;10.0;12.0``, but no 10.0 and
+                      12.0 before CUDA 12.8, and 7.5 in place of 7.0 from CUDA 13 on.
 MAX_JOBS              compilers at a time. Default: as many as cores and memory allow.
-DYNSWAP_WHEEL_INDEX   address of the index that a wheel is built for. Its version names the torch then
-                      (``0.2.0+torch2.13``), and its metadata the index.
+DYNSWAP_WHEEL_INDEX   address of the index that a wheel is built for. The wheel's version then names the
+                      torch (``0.2.0+torch2.13``), and its metadata has the address.
 ====================  ==================================================================================
 """
 
@@ -41,9 +41,9 @@ from dynswap_build.installed_torch import REQUIREMENT, exact_requirement, minor_
 from dynswap_build.supported import PYTHONS
 
 ROOT = Path(__file__).resolve().parents[2]
-#: The folders whose files are compiled as one. The longest to compile first: compilers are started in this
-#: order. None but the first has torch's headers, which take as long as all of the second. None of the third
-#: has a protection, so the pretend devices take its object as it is.
+#: Groups of folders whose files are compiled as one unit. Compilers are started in this order, so the unit
+#: that takes longest comes first. It alone includes torch's headers, which take as long as all of the second.
+#: The third has no protections, so the pretend devices use its object as it is.
 UNITS = (
     ("python", "session", "tensor", "accelerator"),
     ("core", "transfer"),
@@ -55,7 +55,7 @@ BYTES_PER_COMPILER = 3 << 29  # torch's headers take 1.2 GB
 
 
 def wants_extension() -> bool:
-    """Tell whether this build compiles anything. Raises SystemExit on a value it does not know."""
+    """Return whether this build has the extension. Raises SystemExit for an unknown DYNSWAP_BUILD."""
     build = os.environ.get("DYNSWAP_BUILD", "").strip().lower()
     if build not in ("", "native", "python"):
         raise SystemExit(f"DYNSWAP_BUILD={build!r} is not known; use 'python', 'native', or leave it unset")
@@ -72,10 +72,10 @@ def _cuda_choice() -> str:
 
 
 def wanted_toolkit(rocm: str | None, torch_cuda: str | None = None) -> Toolkit | None:
-    """Return the CUDA toolkit to build with. Raises SystemExit if one is demanded and none can be used.
+    """Return the CUDA toolkit to build with, or None. Raises SystemExit if DYNSWAP_CUDA=1 and there is none.
 
-    `rocm` and `torch_cuda` are the versions of HIP and of CUDA that torch was built with. A torch for HIP
-    compiles .cu files with hipcc. What the user may not have meant is printed.
+    `rocm` and `torch_cuda` are the versions of HIP and of CUDA that torch was built with. No toolkit is used
+    with a torch for HIP, which would compile .cu files with hipcc. A choice that may surprise is printed.
     """
     choice = _cuda_choice()
     if choice == "0":
@@ -116,7 +116,7 @@ def _say(text: str) -> None:
 
 
 def toolkit_requirements(*, torch_is_installed: bool) -> list[str]:
-    """Return what pip has to install so that a build that demands CUDA has a toolkit."""
+    """Return the requirements that have pip install a toolkit, if DYNSWAP_CUDA=1 and none is found."""
     if _cuda_choice() != "1":
         return []
     try:
@@ -127,7 +127,7 @@ def toolkit_requirements(*, torch_is_installed: bool) -> list[str]:
 
 
 def refusal(implementation: str, version: tuple[int, int], *, gil: bool) -> str:
-    """Say why the extension is not built for an interpreter; empty if it is."""
+    """Return the reason why the extension cannot be built for an interpreter; empty if it can."""
     oldest, newest = (".".join(map(str, known)) for known in (PYTHONS[0], PYTHONS[-1]))
     found = f"{implementation} {version[0]}.{version[1]}{'' if gil else ' without the GIL'}"
     if implementation == "CPython" and gil and version in PYTHONS:
@@ -176,10 +176,10 @@ def _version() -> str:
 
 
 def _named_after_torch() -> dict[str, Any]:
-    """Return the version, and where there are wheels for other torches.
+    """Return the version for setup(). For DYNSWAP_WHEEL_INDEX it names torch, and the address is added.
 
-    Wheels of one version for several torches have to differ in their names. From elsewhere than an index of
-    theirs, pip refuses to build a source archive into another version than its own.
+    Wheels of one version for several torches have to differ in their names. Other builds keep the plain
+    version, because pip refuses a source archive that builds into another version than its own.
     """
     index = os.environ.get("DYNSWAP_WHEEL_INDEX", "").strip()
     torch = minor_version()
@@ -189,20 +189,20 @@ def _named_after_torch() -> dict[str, Any]:
 
 
 def _compiles() -> bool:
-    """Tell whether this run of setup.py builds. Metadata takes no torch."""
+    """Return whether this run of setup.py builds. One that only writes metadata needs no torch."""
     return not {"egg_info", "dist_info", "clean", "--version", "--name"} & set(sys.argv[1:])
 
 
 def _extension(toolkit: Toolkit | None, torch_version: str, cpp_extension: Any) -> Any:
     sources = _sources(*UNITS, *(() if toolkit is None else (("cuda",),)))
-    # As the system's headers: their warnings are not ours.
+    # Included as headers of the system, so that their warnings are not shown.
     foreign = cpp_extension.include_paths() + ([str(toolkit.include)] if toolkit else [])
     strict = os.environ.get("DYNSWAP_WERROR") == "1"
     cxx, nvcc, link = (_msvc_flags if sys.platform == "win32" else _gcc_flags)(foreign, strict=strict)
     macros: list[tuple[str, str | None]] = [
-        # Without it torch's headers declare all operators where they need one.
+        # Without this macro, torch's headers declare all operators where they need one.
         ("AT_PER_OPERATOR_HEADERS", None),
-        # No source reads it. After an update of torch it changes the commands, so ninja runs them again.
+        # No source reads this macro. An update of torch changes it in the commands, so ninja runs them again.
         ("DYNSWAP_BUILT_FOR_TORCH", torch_version),
     ]
     if toolkit:
@@ -219,7 +219,7 @@ def _extension(toolkit: Toolkit | None, torch_version: str, cpp_extension: Any) 
         extra_link_args=link,
     )
     extension.include_dirs = [str(ROOT / "csrc")]
-    # A change of what they include is one too; ninja then knows which are concerned.
+    # A changed header means that the extension has to be built again. ninja then finds the sources concerned.
     extension.depends = [str(path) for path in (ROOT / "csrc").rglob("*") if path.is_file()]
     return extension
 
@@ -236,7 +236,7 @@ def _gcc_flags(foreign: list[str], *, strict: bool) -> tuple[list[str], list[str
 
 
 def _msvc_flags(foreign: list[str], *, strict: bool) -> tuple[list[str], list[str], list[str]]:
-    """Return those for Microsoft's compiler. Nothing has been compiled with them yet."""
+    """Return the flags for Microsoft's compiler, nvcc and the linker. They have not been tried yet."""
     cxx = ["/std:c++20", "/O2", "/EHsc", "/permissive-", "/utf-8", "/bigobj", "/DNOMINMAX"]
     cxx += ["/W3", "/external:W0", *(f"/external:I{path}" for path in foreign)]
     nvcc = ["-std=c++20", "-O3", "-Xcompiler=/W3,/EHsc,/permissive-,/utf-8"]
@@ -247,7 +247,10 @@ def _msvc_flags(foreign: list[str], *, strict: bool) -> tuple[list[str], list[st
 
 
 def _sources(*groups: tuple[str, ...]) -> list[Path]:
-    """Return what is compiled: a unit for each group of folders, or their files (DYNSWAP_UNITY=0)."""
+    """Return the files to compile: one that includes all files of a group of folders, for each group.
+
+    With DYNSWAP_UNITY=0 these are the files of the folders themselves.
+    """
     unity = ROOT / "build" / "unity"
     if os.environ.get("DYNSWAP_UNITY") == "0":
         shutil.rmtree(unity, ignore_errors=True)
@@ -261,7 +264,7 @@ def _sources(*groups: tuple[str, ...]) -> list[Path]:
         if not path.exists() or path.read_text() != text:
             path.write_text(text)
     for path in unity.glob("*.cpp"):
-        if path not in units:  # of a build before this one: tests/device links the objects of what is here
+        if path not in units:  # from an earlier build; tests/device links the objects of all files here
             path.unlink()
     return list(units)
 
@@ -272,24 +275,24 @@ def _files(folder: str) -> list[Path]:
 
 
 def _bindings() -> str:
-    """Return what tells Python, which compares it, from which sources the extension was made."""
+    """Return a checksum of the bindings' sources. At import, Python compares it with that of its checkout."""
     found: str = runpy.run_path(str(ROOT / "dynswap_ext" / "_sources.py"))["bindings_of"](ROOT)
     return found
 
 
 def _point_torch_to(toolkit: Toolkit, cpp_extension: Any) -> None:
-    # None under a CPU build of torch, which compiles .cu files all the same
+    # It is None in a CPU build of torch, which compiles .cu files all the same.
     cpp_extension.CUDA_HOME = str(toolkit.home)
-    # refuses a toolkit of another major version than torch's own; our .cu files include nothing of torch
+    # It refuses toolkits of another major version than torch's. But our .cu files include nothing of torch.
     cpp_extension._check_cuda_version = lambda *_: None
     os.environ.setdefault("TORCH_CUDA_ARCH_LIST", _architectures(toolkit.version))
 
 
 def _architectures(version: tuple[int, int]) -> str:
-    """Return what a toolkit compiles for by default: one a generation, and PTX for what is not among them.
+    """Return the architectures that a toolkit compiles for by default: one for each generation, and PTX.
 
-    The PTX is of 9.0, as 11.0 could not take that of 12.0. For 10.0 and 12.0 it would not do: no driver
-    takes the PTX of a toolkit that is newer.
+    The PTX is for the other architectures. It is that of 9.0, because 11.0 could not run that of 12.0. It
+    does not replace 10.0 and 12.0, because a driver does not take PTX from a toolkit newer than itself.
     """
     oldest = "7.5" if version >= (13, 0) else "7.0"
     blackwell = ";10.0;12.0" if version >= (12, 8) else ""

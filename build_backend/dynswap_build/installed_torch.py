@@ -1,4 +1,4 @@
-"""Finds the torch of the interpreter from within an isolated build."""
+"""Finds the torch of the interpreter from within a build that pip isolates."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ json.dump({"version": version, "path": sys.path}, sys.stdout)
 
 
 def supported(version: str) -> bool:
-    """Tell whether a torch of this version satisfies `REQUIREMENT`."""
+    """Return whether a torch of this version satisfies `REQUIREMENT`."""
     match = re.match(r"(\d+)\.(\d+)", version)
     return match is not None and (int(match[1]), int(match[2])) in TORCHES
 
 
 def minor_version() -> str:
-    """Return the minor version of the torch that is here ("2.13"), or "" if it is not installed yet."""
+    """Return the minor version of the installed torch ("2.13"), or "" if there is none yet."""
     try:
         return ".".join(importlib.metadata.version("torch").split(".")[:2])
     except importlib.metadata.PackageNotFoundError:
@@ -42,25 +42,26 @@ def minor_version() -> str:
 
 
 def exact_requirement() -> str:
-    """Return the requirement of an extension that is built now: the minor version of torch that is here.
+    """Return the torch that an extension built now requires: the minor version of the installed torch.
 
-    The extension cannot be loaded with another one. If torch is not installed yet, it is the whole range.
+    The extension cannot be loaded with another minor version. If no torch is installed yet, the requirement
+    is `REQUIREMENT`.
     """
     minor = minor_version()
     return f"torch=={minor}.*" if minor else REQUIREMENT
 
 
 def reveal_torch() -> bool:
-    """Make the interpreter's own torch importable here. False if it has none.
+    """Make the interpreter's own torch importable in this process. Return False if it has none.
 
-    pip isolates a build through ``PYTHONPATH`` and ``PYTHONNOUSERSITE``; the same interpreter without
-    them shows what it really has (a user site, or the system's under a virtual environment, included).
-    Its path is appended, so that everything installed for the build still comes first.
+    pip isolates a build through ``PYTHONPATH`` and ``PYTHONNOUSERSITE``. So the same interpreter is asked
+    without them for its path, which may include a user site or the system's packages. That path is appended,
+    so that everything installed for the build still comes first.
 
     Raises
     ------
     RuntimeError
-        It has one that is not supported. pip would replace it, and not say so.
+        The interpreter has a torch that is not supported. pip would replace it without a word.
     """
     if importlib.util.find_spec("torch") is not None:
         return True
@@ -79,7 +80,7 @@ def reveal_torch() -> bool:
             f"torch {found['version']} is installed, and this extension needs {REQUIREMENT}. It would be "
             f"replaced: install such a torch first (pip install '{REQUIREMENT}'), or use a new environment"
         )
-    # "" is the folder that the probe ran in
+    # The entry "" is the folder in which the probe ran.
     sys.path.extend(entry for entry in found["path"] if entry and entry not in sys.path)
     importlib.invalidate_caches()
     return True

@@ -1,21 +1,22 @@
-"""The Pythons and torches that the extension is built for; as a script, their pairs, one a line: 3.11-2.13.
+"""The Pythons and torches that the extension is built for.
 
-What cannot read them here (metadata, workflows, pages, C++) is compared with them by tests.
+Run as a script, this prints their pairs, one on each line, as 3.11-2.13. Metadata, workflows, pages and C++
+repeat the versions, because they cannot import this file: tests compare them.
 """
 
 from __future__ import annotations
 
 from itertools import product
 
-#: Minor releases of CPython that the bindings are known to hold for: csrc/session/cpython.h checks it, too.
+#: Minor releases of CPython that the bindings are known to work with. csrc/session/cpython.h checks, too.
 PYTHONS = ((3, 10), (3, 11), (3, 12), (3, 13))
 TORCHES = ((2, 11), (2, 12), (2, 13), (2, 14), (2, 15))
-#: For these, torch has made no wheels.
+#: Pairs of Python and torch for which torch has no wheels.
 WITHOUT_TORCH = {((3, 10), (2, 15))}
 
 
 def pairs() -> list[str]:
-    """Return the pairs for which there is a wheel."""
+    """Return the pairs of Python and torch that wheels are built for, as "3.11-2.13"."""
     made = (pair for pair in product(PYTHONS, TORCHES) if pair not in WITHOUT_TORCH)
     return ["-".join(f"{major}.{minor}" for major, minor in pair) for pair in made]
 

@@ -119,7 +119,7 @@ class Session(Access):
         return found
 
     def _swap(self, changes: Sequence[_Change]) -> list[_Change]:
-        """Give modules new classes and states, and return the old ones. After an error they have these again."""
+        """Give modules new classes and states, and return the old ones. An error restores those."""
         before = [(module, type(module), module.__dict__.get(STATE_KEY)) for module, _, _ in changes]
         try:
             for change in changes:

@@ -19,10 +19,11 @@ from dynswap_ext.errors import ConfigError, DynswapError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; return the exit status.
+    """Run a command of the command line, and return the exit status.
 
-    0 well, 1 outputs that differ, a budget that is too small, or an output that nothing reads (``| head``),
-    2 an error explained, 130 interrupted.
+    0: success. 1: outputs differ, a budget is too small, the reader of the output is gone (``| head``), or a
+    program under ``dynswap run`` ended with an error of this package. 2: an error, which was explained on
+    stderr. 130: interrupted.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     if given[:1] == ["run"]:
@@ -30,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(given)
     try:
         status: int = options.command(options)
-        sys.stdout.flush()  # a pipe may be closed already
+        sys.stdout.flush()  # raises BrokenPipeError here, and not at the exit, if a pipe is closed already
     except DynswapError as error:
         print(f"dynswap: {error}", file=sys.stderr)
         return 2
@@ -38,13 +39,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("dynswap: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:  # rich ends in the same way
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at the exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that the flush at the exit works
         return 1
     return status
 
 
 class _Parser(argparse.ArgumentParser):
-    """Suggests a name for a misspelt command or choice, as argparse itself can from Python 3.14 on."""
+    """A parser that suggests a name for a misspelt command or choice, as argparse can from Python 3.14 on."""
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         try:

@@ -1,4 +1,4 @@
-"""``dynswap demo``."""
+"""The command ``dynswap demo``: runs a model under a budget, and compares it with other ways to run it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def add_to(commands: Any) -> None:
-    """Add the command to a parser."""
+    """Add ``dynswap demo`` to the commands of the parser."""
     demo = commands.add_parser(
         "demo",
         help="run a model under a memory budget and compare",

@@ -1,4 +1,4 @@
-"""``dynswap plan``."""
+"""The command ``dynswap plan``: predicts the time of a pass and the stalls for several budgets."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from dynswap_ext._util.units import parse_dtype, parse_seconds, show_rate, show_
 from dynswap_ext.errors import ConfigError
 from dynswap_ext.planning import Machine, Plan, PlannedWeight, Prediction
 
-#: A larger budget is called slower than a smaller one if its pass takes more than so many times as long.
+#: A budget is reported as slower than a smaller one if its pass takes more than so many times as long.
 _SLOWER: Final = 1.01
 _TITLES: Final = (
     *("budget", "of all", "resident", "moved", "time", "limit"),
@@ -37,7 +37,7 @@ _LEFT_OUT: Final = ("misses", "x\nlimit", "limit", "stalls", "of all")
 
 
 def add_to(commands: Any) -> None:
-    """Add the command to a parser."""
+    """Add ``dynswap plan`` to the commands of the parser."""
     plan = commands.add_parser(
         "plan",
         help="predict the time of a pass and the stalls, for several budgets",
@@ -88,17 +88,17 @@ def add_to(commands: Any) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _Case:
-    """What is planned for, with where it comes from in words."""
+    """The weights and the machine to plan for, with texts on where their figures come from."""
 
     title: str
     weights: tuple[PlannedWeight, ...]
     order: str
     device: torch.device | None
-    #: Its rates of copies count, and those of compute if that follows from rows.
+    #: Bandwidth and latency are used. The rates of compute are used only if `values` has "rows".
     machine: Machine
     bandwidth_from: str
     compute: str
-    #: For programs.
+    #: Further values for ``--json``.
     values: dict[str, Any]
     notes: tuple[str, ...]
 
@@ -137,7 +137,7 @@ def _plan(options: argparse.Namespace) -> int:
 
 
 def _outlined(options: argparse.Namespace, dtype: torch.dtype | None) -> _Case:
-    """Take the weights of a checkpoint or a config, and rates that are given, measured or assumed."""
+    """Return the case of a checkpoint or a config, with rates that are given, measured or assumed."""
     for name in ("tokens", "batch"):
         given = getattr(options, name)
         if given is not None and given < 1:
@@ -178,7 +178,7 @@ def _outlined(options: argparse.Namespace, dtype: torch.dtype | None) -> _Case:
 
 
 def _measured(options: argparse.Namespace, dtype: torch.dtype | None) -> _Case:
-    """Run a model, and take what is measured."""
+    """Run the model of ``--model``, and return the case with the compute and the bandwidth measured."""
     wrong = ("compute", "memory", "tokens", "batch")
     _refuse(options, wrong, "--model measures the compute of its own inputs")
     model, inputs = _model_and_inputs(options.model)
@@ -200,7 +200,10 @@ def _measured(options: argparse.Namespace, dtype: torch.dtype | None) -> _Case:
 
 
 def _model_and_inputs(name: str) -> tuple[nn.Module, Any]:
-    """Import the module and call the function; modules of the current folder are found too."""
+    """Return the model and the inputs that the function MODULE:FUNCTION returns.
+
+    Modules of the current folder are found, too.
+    """
     if ":" not in name:
         raise ConfigError(f"--model is {name!r}; expected MODULE:FUNCTION, such as my_package.models:flux")
     here = str(Path.cwd())
@@ -211,7 +214,7 @@ def _model_and_inputs(name: str) -> tuple[nn.Module, Any]:
         function = pkgutil.resolve_name(name)
     except (ModuleNotFoundError, AttributeError, ValueError) as error:
         if isinstance(error, ModuleNotFoundError) and not f"{module}.".startswith(f"{error.name}."):
-            raise  # the module is there, and lacks something else
+            raise  # the module exists, and what it imports is missing
         raise ConfigError(
             f"--model is {name!r}: {error}; expected a function of a module that is installed or in {here}"
         ) from error
@@ -236,7 +239,7 @@ def _refuse(options: argparse.Namespace, names: tuple[str, ...], why: str) -> No
 
 
 def _rows_notes(plan: Plan, case: _Case) -> Iterator[str]:
-    """Say how many rows would hide the copies, at the budgets that were asked for."""
+    """Yield sentences on how many rows would hide the copies, for the budgets that were asked for."""
     for prediction in plan.predictions:
         if "rows" not in case.values or prediction.hidden or prediction.budget not in plan.asked:
             continue
@@ -247,7 +250,7 @@ def _rows_notes(plan: Plan, case: _Case) -> Iterator[str]:
 
 
 def _print(plan: Plan, case: _Case, dtype: str | None, notes: Sequence[str]) -> None:
-    """Print what is planned for, the table, and what follows from it."""
+    """Print the facts of the case, the table of predictions, and what follows from it."""
     nbytes = sum(weight.nbytes for weight in plan.weights)
     moved = sum(weight.moved_bytes for weight in plan.weights)
     cast = f", {format_bytes(moved)} moved, as the masters are of another dtype" if moved != nbytes else ""
@@ -292,7 +295,7 @@ def _times(factor: float) -> str:
 
 
 def _conclusions(plan: Plan) -> Iterator[str]:
-    """Yield what follows from the table, a sentence each."""
+    """Yield sentences on what follows from the predictions."""
     largest = "the largest group of weights takes"
     if any(weight.by_use for weight in plan.weights):
         largest = "the largest group of weights and the largest expert take"
@@ -324,7 +327,7 @@ def _conclusions(plan: Plan) -> Iterator[str]:
 
 
 def _slower(by_budget: Sequence[Prediction]) -> Iterator[str]:
-    """Name the budgets that are slower than a smaller one, a sentence for each smaller one."""
+    """Yield a sentence for each budget that is faster than larger ones, which names the larger ones."""
     better, slower = by_budget[0], dict[int, list[int]]()
     for prediction in by_budget[1:]:
         if prediction.seconds > _SLOWER * better.seconds:

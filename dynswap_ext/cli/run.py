@@ -1,4 +1,4 @@
-"""``dynswap run``: a program that nobody edits."""
+"""The command ``dynswap run``: runs a program as it is, and installs models that do not fit the device."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from dynswap_ext.errors import ConfigError, DynswapError
 if TYPE_CHECKING:
     from dynswap_ext.integrations.moved_models import Moved
 
-#: What `--` of the program is while options are parsed, which would take it for theirs.
+#: Replaces `--` in the program's arguments while options are parsed, because argparse would drop it.
 DASHES: Final = "\0--"
 
 
 def add_to(commands: Any) -> None:
-    """Add the command to a parser."""
+    """Add ``dynswap run`` to the commands of the parser."""
     run = commands.add_parser(
         "run",
         help="run a program, and install each model that it moves to a device on which it does not fit",
@@ -76,10 +76,14 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _run_program(program: str, arguments: list[str], *, module: bool) -> int:
-    """Run it as ``python program arguments...`` does, and return its status if it does not exit."""
+    """Run a program as ``python program arguments...`` does.
+
+    Return 0, or 1 after an error of this package that the program did not catch. Other exceptions pass,
+    SystemExit included.
+    """
     try:
         _execute(program, arguments, module=module)
-    except DynswapError:  # the program's, which did not catch it
+    except DynswapError:  # printed as Python does, because `main` would report it as an error of the command
         traceback.print_exc()
         return 1
     return 0
@@ -102,7 +106,7 @@ def _execute(program: str, arguments: list[str], *, module: bool) -> None:
 
 
 def _modules_in(folder: Path) -> set[str]:
-    """Return the names of the modules that a program finds beside itself."""
+    """Return the names of the modules and packages in a program's folder, which it can import."""
     return {path.stem for path in folder.glob("*.py")} | {path.parent.name for path in folder.glob("*/*.py")}
 
 

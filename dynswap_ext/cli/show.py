@@ -1,4 +1,4 @@
-"""``dynswap show``: the contents of a checkpoint."""
+"""The command ``dynswap show``: prints the contents of a checkpoint, and the budget that it needs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dynswap_ext.checkpoint.summary import dtype_name
 
 
 def add_to(commands: Any) -> None:
-    """Add the command to a parser."""
+    """Add ``dynswap show`` to the commands of the parser."""
     show = commands.add_parser(
         "show",
         help="show the contents of a checkpoint, and the budget that it needs",

@@ -1,1 +1,1 @@
-"""``python -m dynswap_ext demo``: a model that does not fit its budget runs, measured against the limit."""
+"""The code of ``dynswap demo``: a model runs under a budget that does not hold it, and is measured."""

@@ -1,4 +1,4 @@
-"""The demo: one model run every way, each alone in a process, measured and compared."""
+"""Runs the demo's model in each way, in a process of its own, and compares what was measured."""
 
 from __future__ import annotations
 
@@ -29,33 +29,34 @@ from dynswap_ext.demo.run import BASELINES, INSTALLED, RESIDENT, Job, Outcome, r
 from dynswap_ext.errors import ConfigError
 from dynswap_ext.planning.rates import device_name, disk_bandwidth, pinned_bandwidth
 
-#: An input that computes for about as long as the weights take to arrive, on the usual machine of its kind.
+#: The tokens of an input for which, on a usual machine, computing takes about as long as copying the weights.
 _TOKENS_ON_CPU: Final = 256
 _TOKENS_ON_ACCELERATORS: Final = 4096
 
 
 @dataclass(frozen=True)
 class DemoResult:
-    """What was measured."""
+    """The measurements of one demo."""
 
     job: Job  #: of the installed model
     device: str
     model_bytes: int
-    bandwidth: float  #: bytes a second: the best of the readings between the runs
+    bandwidth: float  #: bytes per second: the higher of the readings before and after the installed run
     bandwidth_kind: str
-    outcomes: dict[str, Outcome]
+    outcomes: dict[str, Outcome]  #: by the name of the baseline
 
     @property
     def differing(self) -> list[str]:
-        """Baselines whose outputs were not those of the resident model, to the bit."""
+        """The names of baselines whose outputs differ from those of the resident model in any bit."""
         expected = self.outcomes[RESIDENT].digest
         return [name for name, outcome in self.outcomes.items() if outcome.digest != expected]
 
     @property
     def limit_seconds(self) -> float:
-        """max(fastest pass of any, bytes / bandwidth) of a pass of the installed model.
+        """The least time of a pass of the installed model: max(fastest pass of any, bytes / bandwidth).
 
-        A pass of the installed model that was faster shows that the bandwidth was read too low.
+        If a pass of the installed model was faster than bytes / bandwidth, the bandwidth was measured too
+        low, and the time of that pass takes the place of bytes / bandwidth.
         """
         installed = self.outcomes[INSTALLED]
         compute = min(min(outcome.seconds) for outcome in self.outcomes.values())
@@ -64,7 +65,7 @@ class DemoResult:
 
 
 def run_demo(options: argparse.Namespace) -> DemoResult:
-    """Write the checkpoint and run every baseline, with the options of the command line."""
+    """Write the checkpoint, and run and measure every baseline, with the options of the command line."""
     device = resolve(device=options.device).device
     cpu = device.type == "cpu"
     dtype = parse_dtype(options.dtype) or (torch.float32 if cpu else torch.bfloat16)
@@ -101,12 +102,12 @@ def run_demo(options: argparse.Namespace) -> DemoResult:
             print(f"{name}: {job.warm_up + job.passes} passes ...", flush=True)
             outcomes[name] = run_apart(dataclasses.replace(job, baseline=name))
             if name == INSTALLED:
-                readings.append(bandwidth())  # disks of shared machines change their pace: take both sides
+                readings.append(bandwidth())  # again, because disks of shared machines change their pace
     return DemoResult(job, device_name(device), model_bytes, max(readings), kind, outcomes)
 
 
 def show(result: DemoResult) -> None:
-    """Print the facts of the run, the table, and what follows from it."""
+    """Print the facts of a demo, the table of its measurements, and what follows from it."""
     job, config, outcomes = result.job, result.job.config, result.outcomes
     masters = "RAM" if job.in_memory else "mapped from the file"
     share = f" ({job.budget / result.model_bytes:.0%} of the file)" if isinstance(job.budget, int) else ""

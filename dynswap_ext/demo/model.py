@@ -26,13 +26,13 @@ from dynswap_ext.errors import SourceError
 
 _WIDTHS = (4096, 2048, 1024, 512, 256, 128, 64)
 _HEAD = 64
-#: A model has at least this many layers, so that what passes through a ring of a few weights is a stream.
+#: Widths are chosen that make about this many layers or more. With few of them, hardly anything would stream.
 _FEWEST_LAYERS = 16
 
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """Sizes of a decoder. Matrices are multiples of 64 elements in each direction."""
+    """The sizes of a decoder transformer. Both sides of each matrix are multiples of 64 elements."""
 
     hidden: int
     layers: int
@@ -40,7 +40,7 @@ class DecoderConfig:
 
     @property
     def inner(self) -> int:
-        """Width of the feed-forward part: 8/3 of the model's, rounded up."""
+        """Width of the feed-forward part: 8/3 of the width of the model, rounded up to a multiple of 64."""
         return -(-self.hidden * 8 // 3 // 64) * 64
 
     @property
@@ -55,7 +55,7 @@ class DecoderConfig:
 
 
 def config_for(size: int, dtype: torch.dtype) -> DecoderConfig:
-    """Return the decoder whose weights come closest to `size` bytes when they are stored as `dtype`."""
+    """Return the sizes of a decoder whose weights take about `size` bytes in a dtype."""
     elements = size / dtype.itemsize
     for width in _WIDTHS:
         layer = DecoderConfig(hidden=width, layers=1, vocabulary=8 * width).layer_elements
@@ -66,7 +66,7 @@ def config_for(size: int, dtype: torch.dtype) -> DecoderConfig:
 
 
 class Decoder(nn.Module):
-    """Tokens, shape (batch, tokens), to logits of the last position, shape (batch, vocabulary)."""
+    """A decoder transformer, from token numbers to logits of the last position."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class Decoder(nn.Module):
         self.head.weight = self.embedding.weight  # tied, as in most small decoders
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Token numbers to logits."""
+        """Return logits of shape (batch, vocabulary) for token numbers of shape (batch, tokens)."""
         x = self.embedding(tokens)
         for layer in self.layers:
             x = layer(x)
@@ -86,7 +86,10 @@ class Decoder(nn.Module):
 
 
 class _Block(nn.Module):
-    """Causal self-attention with rotary positions, then SwiGLU: each after an RMS norm, each added."""
+    """A layer: causal self-attention with rotary positions, then SwiGLU.
+
+    Each of the two gets its input through an RMS norm, and its output is added to the input.
+    """
 
     inverse_frequency: Tensor
 
@@ -129,9 +132,9 @@ class _Block(nn.Module):
 
 
 def cache_folder() -> Path:
-    """Return where checkpoints go if nothing else is said.
+    """Return the folder in which checkpoints of the demo are written by default.
 
-    It is not the temporary folder: that is memory on many systems, and nothing would come from a disk.
+    It is not the temporary folder, which is in memory on many systems: nothing would be read from a disk.
     """
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "dynswap_ext")
 
@@ -145,7 +148,10 @@ def checkpoint_file(
     keep: bool = False,
     progress: ProgressOption = False,
 ) -> Iterator[Path]:
-    """Write random weights of a decoder to a safetensors file, and drop it from the page cache."""
+    """Yield the path of a safetensors file with random weights of a decoder, which is not in the page cache.
+
+    An existing file is used again. The file is deleted afterwards, unless `keep`.
+    """
     name = f"decoder-{config.hidden}x{config.layers}-{str(dtype).removeprefix('torch.')}.safetensors"
     path = folder / name
     with explained(folder, other_folder := "choose another --folder"):
@@ -174,10 +180,10 @@ def checkpoint_file(
 def write_random(
     path: Path, skeleton: nn.Module, dtype: torch.dtype, progress: ProgressCallback | None = None
 ) -> None:
-    """Write random weights, always the same, for a model on the meta device to a safetensors file.
+    """Write random weights for a model on the meta device to a safetensors file, always the same ones.
 
-    Matrices are normal with variance 1/columns, so that activations keep their size; vectors are ones. A
-    weight that is shared is written once, under its first name.
+    Elements of matrices are normal with variance 1/columns, so that activations keep their size. Vectors are
+    ones. A weight that is shared is written once, under its first name.
     """
     pieces = [
         Piece((name,), dtype, tuple(parameter.shape), partial(_fill, name, parameter.shape))
@@ -188,7 +194,7 @@ def write_random(
 
 
 def _fill(name: str, shape: torch.Size, first: int, into: Tensor) -> None:
-    """Make the elements of a weight from number `first` on: the source of what is written."""
+    """Fill `into` with the elements of a weight from number `first` on, flattened."""
     if len(shape) < 2:
         into.fill_(1)
         return

@@ -1,4 +1,4 @@
-"""One way to run the demo's model, measured: installed, or a baseline to compare with."""
+"""Runs the demo's model in one way, and measures it: installed, resident, or under the classic hook."""
 
 from __future__ import annotations
 
@@ -25,37 +25,37 @@ from dynswap_ext._util.peak_memory import PeakMemory, disk_bytes_read
 from dynswap_ext.demo.model import Decoder, DecoderConfig
 from dynswap_ext.errors import DynswapError
 
-#: All weights on the device; dynswap_ext; the classic hook.
+#: Ways to run the model: with all weights on the device, installed, and under the classic hook.
 RESIDENT, INSTALLED, HOOK = "resident", "dynswap", "classic hook"
 BASELINES: Final = (RESIDENT, INSTALLED, HOOK)
 
 
 @dataclass(frozen=True)
 class Job:
-    """Settings of one timed run; each has a process of its own."""
+    """The settings of one timed run."""
 
     baseline: str  #: one of `BASELINES`
     checkpoint: Path
     config: DecoderConfig
     budget: int | str  #: bytes, or "minimum"
     device: str = "cpu"
-    dtype: torch.dtype | None = None  #: computes in it; None keeps the stored one
+    dtype: torch.dtype | None = None  #: in which the model computes; None: the dtype of the checkpoint
     tokens: int = 1  #: of an input
-    passes: int = 5  #: timed ones
-    warm_up: int = 2  #: passes before them: the first learns the order, the second begins with a full ring
+    passes: int = 5  #: those that are timed
+    warm_up: int = 2  #: passes before: the first learns the order, the second begins with a full ring
     prefetch: int = 2
-    in_memory: bool = False  #: masters are copied to RAM first, instead of being mapped from the file
+    in_memory: bool = False  #: whether masters are copied to RAM first, and not mapped from the file
     provider: str = "auto"  #: of the install
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What was measured; None is what cannot be measured here."""
+    """The measurements of one run. None where something cannot be measured on this system."""
 
     seconds: list[float]
     peak_bytes: int | None  #: over what was in use at the start of the run
     disk_bytes_per_pass: float | None
-    digest: str = ""  #: of the outputs of the timed passes, to the bit
+    digest: str = ""  #: a checksum of all outputs of the timed passes
     provider: str = ""
     backend: str = ""
     moved_bytes_per_pass: float | None = None
@@ -63,7 +63,7 @@ class Outcome:
 
 
 def run_apart(job: Job) -> Outcome:
-    """Do a job in a process of its own, so that its peak memory is its own; errors arrive as raised there."""
+    """Run a job in a new process, so that nothing else counts in its peak memory. Raises its errors."""
     try:
         with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
             return process.submit(run_here, job).result()
@@ -75,7 +75,7 @@ def run_apart(job: Job) -> Outcome:
 
 
 def run_here(job: Job) -> Outcome:
-    """Do a job in this process."""
+    """Run a job in this process, and return its measurements."""
     device = torch.device(job.device)
     model = checkpoint.load(lambda: Decoder(job.config), job.checkpoint).eval()
     inputs = []
@@ -97,7 +97,7 @@ def run_here(job: Job) -> Outcome:
                 disk_before = disk_bytes_read()
                 if handle is not None:
                     handle.reset_stats()
-            if cold:  # what the last pass left in the page cache
+            if cold:  # the last pass left parts of the file in the page cache
                 drop_file_cache(job.checkpoint)
             begin = clock.mark()
             outputs.append(model(tokens))
@@ -113,7 +113,7 @@ def run_here(job: Job) -> Outcome:
     if handle is None:
         return outcome
     stats = handle.stats()
-    # In pure Python operations read a mapped file themselves: what they read and wait for is not counted.
+    # In pure Python, operations read mapped masters directly: what they read and wait for is not counted.
     counted = stats.bytes_moved or job.in_memory or stats.provider == "native"
     return dataclasses.replace(
         outcome,
@@ -125,7 +125,7 @@ def run_here(job: Job) -> Outcome:
 
 
 def _prepare(model: nn.Module, job: Job, device: torch.device) -> dynswap_ext.Handle | None:
-    """Make the model ready to be called; return the handle of an install."""
+    """Make the model ready to run in the way of the job. Return the handle if it was installed, else None."""
     if job.in_memory:
         _copy_weights(model, job.checkpoint, torch.device("cpu"), None)
     if job.baseline == RESIDENT:
@@ -149,11 +149,11 @@ def _copy_weights(model: nn.Module, path: Path, device: torch.device, dtype: tor
     for tensor in chain(model.parameters(), model.buffers()):
         wanted = dtype if tensor.is_floating_point() else None
         tensor.data = tensor.data.to(device, wanted, copy=True)
-        drop_file_cache(path)  # or the mapping would count in addition to the copy
+        drop_file_cache(path)  # else the mapped bytes would count as memory in addition to the copy
 
 
 def _touch_libraries(job: Job, stored: torch.dtype, tokens: Tensor) -> None:
-    """Run two layers of that size once: the libraries' own code and threads are not the model's memory."""
+    """Run two layers of the job's width once, so that memory of libraries is not counted as the model's."""
     small = dataclasses.replace(job.config, layers=2, vocabulary=64)
     with torch.inference_mode():
         Decoder(small).to(job.device, job.dtype or stored)(tokens % small.vocabulary)
@@ -170,17 +170,17 @@ def _digest(outputs: Sequence[Tensor]) -> str:
 
 
 def install_hook(model: nn.Module, **to: Any) -> None:
-    """Install the classic way, as a reference to measure against: weights cross at each attribute read.
+    """Install the classic hook, a reference to measure against: each read of a weight copies it.
 
-    It does what installers of this kind are known to do, and no more: a class per module instance with a
-    Python ``__getattr__`` that calls ``.to(**to)`` on the weight. It prefetches and remembers nothing.
+    As other installers of this kind do, it makes a class for each module, with a ``__getattr__`` in Python
+    that calls ``.to(**to)`` on the weight. It prefetches nothing and keeps no copies.
     """
     for module in list(model.modules()):
         module.__class__ = _hooked(module.__class__, to)
 
 
 def uninstall_hook(model: nn.Module) -> None:
-    """Give each module its class back."""
+    """Undo `install_hook`: give each module its class back."""
     for module in model.modules():
         module.__class__ = module.__class__.__bases__[0]
 
