@@ -176,7 +176,7 @@ def _version() -> str:
 
 
 def _named_after_torch() -> dict[str, Any]:
-    """Return the version for setup(). For DYNSWAP_WHEEL_INDEX it names torch, and the address is added.
+    """Return the version for setup(). With DYNSWAP_WHEEL_INDEX it names torch, and the index is added.
 
     Wheels of one version for several torches have to differ in their names. Other builds keep the plain
     version, because pip refuses a source archive that builds into another version than its own.

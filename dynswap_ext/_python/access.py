@@ -115,7 +115,7 @@ class Access(HeldCopies):
         """Return the tensor on the device for a master whose bytes can be copied.
 
         None if the module has another state by now. Also None if there is no copy of the master's present
-        bytes and, by `may_copy`, none is to be made.
+        bytes and `may_copy` is False.
         """
         with exclusive:
             if not state.in_effect():

@@ -74,7 +74,7 @@ alias: Final[Callable[..., torch.Tensor]] = super(torch.autograd.Function, HandO
 
 
 def is_fetched(tensor: torch.Tensor, master: torch.Tensor, data: torch.Tensor) -> bool:
-    """Return whether an output of `Fetch` represents the present master, in the form of `data`."""
+    """Return whether an output of `Fetch` represents the present master, and has the form of `data`."""
     if tensor.shape != data.shape or tensor.dtype is not data.dtype or tensor.device != data.device:
         return False
     assert tensor.grad_fn is not None

@@ -142,9 +142,10 @@ class DeviceCopy:
         ]
 
     def be_kept_apart(self) -> None:
-        """Write changes back to the master, and keep its values from now on, to tell who writes.
+        """Write changes back to the master, and keep a copy of its values in `before`.
 
-        For masters whose version does not tell that, as others share their memory.
+        From now on the values tell what is written here. The master's version does not, because other tensors
+        may write to the same memory.
         """
         weight = self.owner()
         if weight is not None:
@@ -225,9 +226,8 @@ class DeviceCopy:
         """Write to the master what was written on the device. Return whether there was anything to write.
 
         Only elements that were written change, so the others keep the master's precision. If the master has
-        changed too, elements that it has changed keep its value, and `before` tells which they are; without
-        it, nothing is written. A write that is lost so is told to the user once: Note [Two writes, one
-        weight].
+        changed too, the elements that have changed there stay. `before` tells which they are; without it,
+        nothing is written. The user is warned of writes that are lost: Note [Two writes, one weight].
         """
         if not self.compare and not self.written():
             return False

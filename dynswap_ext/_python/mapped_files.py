@@ -77,6 +77,6 @@ def check_mapped(master: torch.Tensor) -> None:
 
 
 def span(master: torch.Tensor) -> int:
-    """Return the bytes from the beginning of a tensor's first element to the end of its last one."""
+    """Return how many bytes lie between the beginning of a tensor's first element and the end of its last."""
     last = sum((size - 1) * stride for size, stride in zip(master.shape, master.stride(), strict=True))
     return (1 + last) * master.element_size() if master.numel() else 0

@@ -24,7 +24,7 @@ class DeviceClock:
         self._device = None if device.type == "cpu" else device
 
     def mark(self) -> Any:
-        """Return a mark after the work that the current stream has now; on the CPU, of this moment."""
+        """Return a mark at the end of the work that is queued on the current stream; on the CPU, of now."""
         if self._device is None:
             return time.perf_counter()
         event = timing_event(self._device)

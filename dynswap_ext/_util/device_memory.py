@@ -17,8 +17,8 @@ _INTEGRATED: Final = ("is_integrated", "is_integrated_gpu")
 class DeviceMemory:
     """The memory figures of an accelerator, in bytes.
 
-    They come from `torch.accelerator`, which serves devices whose allocator derives from torch's own class.
-    For other devices they come from the device's module, such as `torch.xpu`.
+    The figures come from `torch.accelerator`, which serves devices whose allocator derives from torch's own
+    class. For other devices they come from the device's module, such as `torch.xpu`.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -81,8 +81,8 @@ def experts_of_modules(
 def experts_of_names(shapes: Mapping[str, Sequence[int]]) -> dict[str, tuple[int, str]]:
     """Return which weights belong to experts, as far as their names and shapes tell.
 
-    The value for a weight with fused experts is their number and "", for a weight of one expert 0 and the
-    name of the expert. Other weights are left out.
+    `shapes` has all weights of the model by name. In the result, a weight with fused experts has their number
+    and "", and a weight of one expert has 0 and the name of the expert. Other weights are left out.
     """
     found: dict[str, tuple[int, str]] = {}
     lists: dict[str, set[str]] = {}
@@ -104,7 +104,7 @@ def experts_of_names(shapes: Mapping[str, Sequence[int]]) -> dict[str, tuple[int
 
 
 def _lists_in(modules: nn.Module) -> list[nn.Module]:
-    """Return the innermost lists or dicts of modules in a list or dict, or that itself if it has none."""
+    """Return the innermost lists and dicts of modules in such a container, or itself if it has none."""
     lists = [child for child in modules.children() if isinstance(child, nn.ModuleList | nn.ModuleDict)]
     return [inner for each in lists for inner in _lists_in(each)] or [modules]
 

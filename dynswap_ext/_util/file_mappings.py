@@ -123,9 +123,10 @@ def written_bytes(ranges: Sequence[tuple[int, int]]) -> int:
 
 
 def private_pages(address: int, count: int) -> Iterator[tuple[int, int]]:
-    """Yield the parts of `count` mapped bytes at an address that are on pages which were written to.
+    """Yield begin and end of each part of a mapped range that is on a page which was written to.
 
-    Each part is a begin and an end. Such pages are this process's own, and may differ from the file.
+    The range is `count` bytes at an address. Pages that were written to are this process's own, and may
+    differ from the file.
     """
     first, last = address // _PAGE, -(-(address + count) // _PAGE)
     entries = array.array("Q")

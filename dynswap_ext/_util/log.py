@@ -28,7 +28,7 @@ _to_stderr.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s: %
 
 
 def log_to_stderr(level: int | None) -> None:
-    """Log records of a level of `logging`, and of higher ones, to stderr; None stops that."""
+    """Show log messages of this level of `logging` and above on stderr; None stops that."""
     if level is not None:
         logger.addHandler(_to_stderr)
         logger.setLevel(level)

@@ -63,7 +63,7 @@ def parse_amount(text: str, units: Mapping[str, float]) -> float:
 
 
 def is_named(budget: object, name: str) -> bool:
-    """Return whether a budget is the name `name`, in upper or lower case."""
+    """Return whether a budget is this name, such as "auto", in upper or lower case."""
     return isinstance(budget, str) and budget.strip().lower() == name
 
 
@@ -214,7 +214,7 @@ def _free_ram() -> int:
 
 
 def _free_in_group() -> int | float:
-    """Return the bytes that the limits of control groups (a container) leave; infinity without any."""
+    """Return the bytes of RAM that the limits of control groups leave; infinity without limits."""
     return min((group.free() for group in _control_groups()), default=math.inf)
 
 

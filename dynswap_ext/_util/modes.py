@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 
 class SeesInstalls(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Base class of modes that see an install's own operations, too. They may measure, and change nothing."""
+    """Base class of modes that see an install's own operations, too, because they only measure."""
 
 
 @contextlib.contextmanager

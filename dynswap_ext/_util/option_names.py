@@ -20,7 +20,7 @@ _SIZE: Final = re.compile(r"\s*[\d.]+\s*([kmgt]i?b?|b|%)\s*", re.IGNORECASE)
 
 
 def did_you_mean(given: object, known: Collection[str]) -> str:
-    """Return the end of an error message, which suggests the nearest known name; empty if none is near."""
+    """Return the end of an error message that suggests the nearest known name; empty if none is near."""
     near = difflib.get_close_matches(str(given), known, n=1)
     return f". Did you mean {near[0]!r}?" if near else ""
 

@@ -17,7 +17,7 @@ class PeakMemory:
     """Measures how far a device's memory in use rises above what is in use when the object is made.
 
     On an accelerator this is the memory that torch's allocator gives out; its peak statistics are reset. On
-    the CPU it is the resident set of this process, by the kernel's own record of its peak.
+    the CPU it is the resident set of this process, whose peak the kernel records.
     """
 
     def __init__(self, device: torch.device = _CPU) -> None:
@@ -31,7 +31,7 @@ class PeakMemory:
         self._begun_at = resident_bytes()
 
     def more(self) -> int:
-        """Return by how many bytes the peak since the beginning exceeds what was in use then."""
+        """Return by how many bytes the peak since the object was made exceeds what was in use then."""
         peak = _field("status", "VmHWM") * 1024 if self._accelerator is None else self._accelerator.peak()
         return max(0, peak - self._begun_at)
 

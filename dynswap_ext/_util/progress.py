@@ -25,10 +25,10 @@ def check_progress(given: ProgressOption | None) -> ProgressOption:
 
 @contextmanager
 def shown(progress: ProgressOption, what: str) -> Iterator[ProgressCallback | None]:
-    """Yield the function that is to be called with the progress; None if nothing is to be called.
+    """Yield the function to call with the progress of an operation, or None if none is to be called.
 
-    That is the user's own function. If `progress` is True, it draws a bar on stderr, with the label `what`; a
-    stderr that is neither a terminal nor a notebook gets no bar.
+    It is the user's function or, for True, one that draws a bar on stderr with the label `what`. It is None
+    for False, and for a bar if stderr is neither a terminal nor a notebook.
     """
     progress = check_progress(progress)
     if not progress or not isinstance(progress, bool):

@@ -172,7 +172,7 @@ class _Facts:
 
 
 def shortened(text: str, width: int) -> str:
-    """Return a text, in which words in the middle are left out if it has more than `width` characters."""
+    """Return a text of at most `width` characters. In a longer one, words in the middle are left out."""
     if len(text) <= width:
         return text
     indent = text[: len(text) - len(text.lstrip())][: max(0, width - _NARROWEST)]

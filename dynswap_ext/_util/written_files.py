@@ -11,9 +11,9 @@ from dynswap_ext.errors import ConfigError, DynswapError
 
 
 def check_folder(path: str | PathLike[str], what: str) -> Path:
-    """Return the path of a file to write. Raises ConfigError if its folder is missing, or if it is a folder.
+    """Return the path of a file to write. Raises ConfigError if it is a folder, or if its folder is missing.
 
-    `what` says in the error what the file is for, such as "picture".
+    `what` names the purpose of the file in the error, such as "picture".
     """
     where = Path(path)
     with explained(where):

@@ -45,12 +45,12 @@ class DecoderConfig:
 
     @property
     def layer_elements(self) -> int:
-        """Elements of a layer's weights."""
+        """The number of elements in a layer's weights."""
         return 4 * self.hidden * self.hidden + 3 * self.hidden * self.inner + 2 * self.hidden
 
     @property
     def parameters(self) -> int:
-        """Elements of all weights; the output projection shares the embedding."""
+        """The number of elements in all weights. The output projection shares the embedding's."""
         return self.vocabulary * self.hidden + self.layers * self.layer_elements + self.hidden
 
 
