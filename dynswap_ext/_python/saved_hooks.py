@@ -112,7 +112,7 @@ class _Lent(NamedTuple):
 
 
 class _Hooks:
-    """This provider's saved-tensor hooks. They call the hooks that other code has pushed before, if any."""
+    """The saved-tensor hooks of this provider. They call hooks that other code has pushed before, if any."""
 
     def __init__(self, pack: Any = None, unpack: Any = None) -> None:
         self._their_pack, self._their_unpack = pack, unpack
