@@ -99,6 +99,17 @@ def test_a_name_keeps_its_ends(name: str, width: int) -> None:
     assert (found == name) if not dots else (name.startswith(head) and name.endswith(tail) and head and tail)
 
 
+@pytest.mark.parametrize("width", range(12, 40))
+def test_a_row_that_is_nested_deeply_gives_up_its_indent_first(width: int) -> None:
+    found = shortened(" " * 20 + "up: Linear", width)
+    assert found.lstrip() == "up: Linear" and len(found) <= width
+
+
+def test_the_summary_of_deep_nesting_fits_a_narrow_terminal() -> None:
+    found = inspect.summary(nested(["a"] * 20, nn.Linear(1, 1)), depth=None)
+    assert "a: Linear" in checked(as_text(found, width=60), 60)[22]
+
+
 def test_names_that_are_not_listed_are_counted() -> None:
     names = list("abcdefg")
     assert listed(names) == "a, b, c, d, e and 2 more" and listed(names, 7) == "a, b, c, d, e, f, g"

@@ -177,6 +177,8 @@ def shortened(text: str, width: int) -> str:
         return text
     indent = text[: len(text) - len(text.lstrip())][: max(0, width - _NARROWEST)]
     text, room = text.strip(), width - len(indent) - 1
+    if len(text) <= room + 1:
+        return indent + text
     words = _WORDS.findall(text)
     head = tail = ""
     while True:  # the end says more than the beginning, and gets the first word
