@@ -170,7 +170,7 @@ def test_a_program_runs_as_it_is_without_an_accelerator(tmp_path: Path) -> None:
             command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
         )
 
-    for program in (["program.py"], ["-m", "program"]):
+    for program in (["program.py"], ["-m", "program"], ["--", "program.py"]):
         done = run("--budget", "1GiB", *program, "--budget", "own", "--", "x")
         assert done.returncode == 0, done.stderr
         name = str(tmp_path / "program.py") if "-m" in program else "program.py"

@@ -50,14 +50,15 @@ def _run(options: argparse.Namespace) -> int:
     from dynswap_ext.integrations.loaded_models import LoadsOnHost
     from dynswap_ext.integrations.moved_models import InstallMoved
 
-    if not options.module and not Path(options.program).is_file():
-        raise ConfigError(f"there is no file {options.program!r}; a module is run by -m {options.program}")
+    words = ["--" if each == DASHES else each for each in (options.program, *options.arguments)]
+    program, *arguments = words[1:] if words[0] == "--" and len(words) > 1 else words
+    if not options.module and not Path(program).is_file():
+        raise ConfigError(f"there is no file {program!r}; a module is run by -m {program}")
     chosen = {name: getattr(options, name) for name in ("budget", "headroom", "dtype", "prefetch")}
     config.resolve(**chosen)
-    arguments = ["--" if each == DASHES else each for each in options.arguments]
     if not torch.accelerator.is_available():
         _say("this torch finds no accelerator, so nothing is installed: the program runs as it is")
-        return _run_program(options.program, arguments, module=options.module)
+        return _run_program(program, arguments, module=options.module)
     moved: list[Moved] = []
 
     def tell(one: Moved) -> None:
@@ -68,7 +69,7 @@ def _run(options: argparse.Namespace) -> int:
 
     try:
         with InstallMoved(always=options.always, tell=tell, **chosen), LoadsOnHost():
-            return _run_program(options.program, arguments, module=options.module)
+            return _run_program(program, arguments, module=options.module)
     finally:
         for one in moved:
             if one.handle is not None:
