@@ -181,7 +181,7 @@ def stand_over_others() -> None:
 
     Ours call theirs. The code that pushed its hooks pops ours instead.
     """
-    hooks = _autograd._top_saved_tensors_default_hooks(False)
+    hooks = _innermost()
     if hooks is not None and hooks[0] is not _ALONE[0] and wanted():
         pop()
         _push_over(hooks)

@@ -23,6 +23,8 @@ class DeviceMemory:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        #: The device's module, such as `torch.xpu`.
+        self._own = getattr(torch, device.type, None)
 
     def is_the_hosts(self) -> bool:
         """Return whether the device computes in the host's own memory, as integrated GPUs do.
@@ -32,7 +34,7 @@ class DeviceMemory:
         """
         if self._device.type == "mps":
             return True
-        ask = getattr(getattr(torch, self._device.type, None), "get_device_properties", None)
+        ask = getattr(self._own, "get_device_properties", None)
         try:
             properties = None if ask is None else ask(self._device)
         except (AssertionError, RuntimeError):  # there is no such device, or no driver
@@ -55,14 +57,12 @@ class DeviceMemory:
     def total(self) -> int:
         """Return the bytes of the device's memory, or of the fraction that this process may take of it."""
         total = int(self._ask("get_memory_info")[1])
-        own = getattr(torch, self._device.type, None)
-        fraction = getattr(own, "get_per_process_memory_fraction", None)
+        fraction = getattr(self._own, "get_per_process_memory_fraction", None)
         return total if fraction is None else int(fraction(self._device) * total)
 
     def empty_cache(self) -> None:
         """Make torch's allocator return its unused memory to the driver, for other processes."""
-        own = getattr(torch, self._device.type, None)
-        empty = getattr(own, "empty_cache", None)  # the CPU has none
+        empty = getattr(self._own, "empty_cache", None)  # the CPU has none
         if empty is not None:
             empty()
 
@@ -82,8 +82,7 @@ class DeviceMemory:
         try:
             return getattr(torch.accelerator, name)(self._device)
         except (AttributeError, RuntimeError, ValueError) as error:
-            own = getattr(torch, self._device.type, None)
-            ask = getattr(own, _OWN_NAMES.get(name, name), None)
+            ask = getattr(self._own, _OWN_NAMES.get(name, name), None)
             if ask is None:
                 raise ConfigError(
                     f"torch does not tell how much memory '{self._device}' has: {error}"

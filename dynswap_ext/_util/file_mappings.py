@@ -82,8 +82,7 @@ class FileMappings:
 
     def find(self, address: int) -> Mapping | None:
         """Return the mapping that contains an address; None if there is none."""
-        at = bisect_right(self._mappings, address, key=lambda mapping: mapping.begin) - 1
-        return self._mappings[at] if at >= 0 and address < self._mappings[at].end else None
+        return next(iter(self.overlapping(address, 1)), None)
 
     def overlapping(self, address: int, nbytes: int) -> list[Mapping]:
         """Return the mappings that contain any of the bytes at an address. A fused weight has several."""

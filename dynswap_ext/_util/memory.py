@@ -72,7 +72,6 @@ def parse_bytes(
     option: str = "budget",
     names: Sequence[str] = (),
     *,
-    meaning: str = "",
     of: str = "the free memory",
 ) -> int | float:
     """Read an amount of memory: bytes as an int, or a fraction of some memory as a float in (0, 1].
@@ -83,9 +82,9 @@ def parse_bytes(
     ----------
     given
         The amount as a user wrote it.
-    option, names, meaning, of
-        For the message of the ConfigError: the option that was given, names that it takes as well, what else
-        it takes (ends in a comma and a space), and the memory that a fraction is a fraction of.
+    option, names, of
+        For the message of the ConfigError: the option that was given, names that it takes as well, and the
+        memory that a fraction is a fraction of.
     """
     fraction: float | Fraction | None = given if isinstance(given, float) else None
     if isinstance(given, str) and re.search(r"[%/]|^\s*0?\.", given):
@@ -104,9 +103,8 @@ def parse_bytes(
         if isinstance(given, str):
             hint = did_you_mean(given.strip().lower(), names)
         raise ConfigError(
-            f"{option} is {given!r}; expected {meaning}a number of bytes (6_000_000_000), a string ('6GiB', "
-            f"'512 MB', '1.5e9'), or a fraction of {of} over 0 and up to 1.0 (0.5, '50%' or '1/2')"
-            f"{also}{hint}"
+            f"{option} is {given!r}; expected a number of bytes (6_000_000_000), a string ('6GiB', '512 MB', "
+            f"'1.5e9'), or a fraction of {of} over 0 and up to 1.0 (0.5, '50%' or '1/2'){also}{hint}"
         )
     return given if isinstance(given, int) else int(number)
 

@@ -189,8 +189,7 @@ def write_random(
         Piece((name,), dtype, tuple(parameter.shape), partial(_fill, name, parameter.shape))
         for name, parameter in skeleton.named_parameters()
     ]
-    target = Target.of(path)
-    write(target, split(pieces, None, {}), progress)
+    write(Target.of(path), split(pieces, None, {}), progress)
 
 
 def _fill(name: str, shape: torch.Size, first: int, into: Tensor) -> None:
