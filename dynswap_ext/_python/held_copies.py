@@ -26,7 +26,7 @@ from dynswap_ext._python.statistics import Statistics
 from dynswap_ext._python.storage_owners import has_aliases, has_more_than_a_dying_alias
 from dynswap_ext._swap.module_registry import model_of
 from dynswap_ext._swap.protocol import Hooks
-from dynswap_ext._swap.state import STATE_KEY, name_in, named_modules_of
+from dynswap_ext._swap.state import name_in, named_modules_of
 from dynswap_ext._util.file_mappings import FileMappings
 from dynswap_ext._util.own_masters import own_masters
 
@@ -161,14 +161,8 @@ class HeldCopies(Statistics):
                     take_to_master(copy)
 
     def release(self, module: nn.Module) -> None:
-        """Write changes back to the masters, and drop the device copies of a module's weights.
-
-        Copies that handed-out tensors hold stay.
-        """
+        """Write changes back to the masters. `torch.utils.swap_tensors` allows the references that stay."""
         self.flush()
-        with exclusive:
-            for weight in module.__dict__[STATE_KEY].weights.values():
-                self._forget(weight)
 
     def _forget(self, weight: Weight) -> bool:
         """Drop a weight's copy, unless tensors hold it. Return whether it was dropped."""
