@@ -6,11 +6,20 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import save_file
 
+<<<<<<< HEAD
 # Torch and the standard library need POSIX on Linux, so they are imported before anything is removed.
+=======
+import dynswap_ext
+from dynswap_ext._util import warn
+
+# Torch and the standard library are Linux's own, and come before anything is taken away.
+>>>>>>> 36e142a (On Windows, too, a warning points at the caller's line)
 WITHOUT_POSIX = """
 import ctypes, importlib.abc, mmap, os, pathlib, struct, sys
 import safetensors.torch, torch
@@ -102,6 +111,16 @@ else:
     raise AssertionError("it was saved")
 print("used")
 """
+
+
+def test_a_warning_is_of_the_callers_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files of the package are known by their folder, also where folders end in a backslash."""
+    monkeypatch.setattr(os, "sep", "\\")
+    package, source = Path(dynswap_ext.__file__).parent, Path(warn.__file__).read_text()
+    names: dict[str, Any] = {"__file__": warn.__file__, "__name__": "warn"}
+    exec(compile(source, rf"{package}\_util\warn.py", "exec"), names)
+    exec(compile("frame = caller()", rf"{package}\install.py", "exec"), names)
+    assert names["frame"].f_code.co_filename == __file__
 
 
 def test_a_checkpoint_is_opened_installed_and_run(tmp_path: Path) -> None:

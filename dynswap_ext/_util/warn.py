@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import warnings
 from collections.abc import Collection
@@ -15,7 +16,7 @@ from dynswap_ext._util.log import logger
 from dynswap_ext.errors import DynswapWarning
 
 _PACKAGE: Final = Path(__file__).parents[1]
-_NOT_THE_CALLER: Final = tuple(f"{folder}/" for folder in (_PACKAGE, Path(str(torch.__file__)).parent))
+_NOT_THE_CALLER: Final = tuple(f"{folder}{os.sep}" for folder in (_PACKAGE, Path(str(torch.__file__)).parent))
 
 
 def caller(passing_on: Collection[str] = ()) -> FrameType:
