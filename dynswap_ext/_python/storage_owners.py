@@ -1,4 +1,4 @@
-"""Tells whether a tensor's storage has other owners, as far as torch counts them (pure-Python provider)."""
+"""Tells whether a tensor's storage has other owners than the tensor (pure-Python provider)."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Final
 
 import torch
 
-#: Returns how many owners a storage has, given `storage_address`; 0 where torch does not tell.
-_count: Final[Callable[[int], int]] = getattr(torch._C, "_storage_Use_Count", lambda _: 0)
+#: Returns how many owners a storage has, given `storage_address`.
+_count: Final[Callable[[int], int]] = torch._C._storage_Use_Count
 
 
 def _measure() -> tuple[int, int]:
@@ -23,7 +23,7 @@ def _measure() -> tuple[int, int]:
     at_death: list[int] = []
     watch = weakref.ref(alias, lambda _: at_death.append(_count(address)))
     del alias, watch
-    return _count(address), at_death[0] if at_death else 0
+    return _count(address), at_death[0]
 
 
 _ALONE, _AT_DEATH = _measure()
