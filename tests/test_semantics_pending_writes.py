@@ -124,6 +124,21 @@ def test_what_an_optimizer_is_about_to_write(provider: Provider, write: str, bud
     assert_same_masters(model, moved)
 
 
+@BUDGETS
+@pytest.mark.parametrize("write", WRITES)
+def test_a_write_after_the_install(provider: Provider, write: str, budget: str) -> None:
+    """What was handed out before the uninstall is the parameter, for whoever still has it."""
+    model = layers()
+    moved, handle = provider.pair(model, budget=budget)
+    held = [model[1].weight, moved[1].weight]
+    handle.uninstall()
+    with torch.no_grad():
+        for w in held:
+            WRITES[write](w)
+    del w, held
+    assert_same_masters(model, moved)
+
+
 class Halves(nn.Module):
     """A layer whose forward halves its weight."""
 

@@ -67,7 +67,8 @@ class _Exclusive:
 
 exclusive: Final = _Exclusive()
 #: Copies whose bytes can be written, by a handed-out tensor or only by an alias (`w.data`; `handed` is None).
-held: Final[dict[DeviceCopy, None]] = {}
+#: The value is None or, after the uninstall, the weight: nothing else keeps it alive for such writes then.
+held: Final[dict[DeviceCopy, Weight | None]] = {}
 
 if hasattr(os, "register_at_fork"):  # Windows has no forks
     os.register_at_fork(after_in_child=exclusive.renew)

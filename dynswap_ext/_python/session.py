@@ -135,6 +135,7 @@ class Session(Access):
         self.flush()
         with exclusive:
             self._describe()
+            held.update((copy, copy.owner()) for copy in self._held())
         served = [module for module in modules_of(root) if session_of(module) is self]
         self._swap([(module, original_class(type(module)), None) for module in served])
 
