@@ -12,14 +12,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-<<<<<<< HEAD
-# Torch and the standard library need POSIX on Linux, so they are imported before anything is removed.
-=======
 import dynswap_ext
 from dynswap_ext._util import warn
 
-# Torch and the standard library are Linux's own, and come before anything is taken away.
->>>>>>> 36e142a (On Windows, too, a warning points at the caller's line)
+# Torch and the standard library need POSIX on Linux, so they are imported before anything is removed.
 WITHOUT_POSIX = """
 import ctypes, importlib.abc, mmap, os, pathlib, struct, sys
 import safetensors.torch, torch
