@@ -6,13 +6,14 @@ Both make a module compute with other tensors than its own, and `fully_shard` ch
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import FrameType
 from typing import Any
 
 from torch import nn
 
-from dynswap_ext._swap.state import session_of
+from dynswap_ext._swap.state import modules_of, named_modules_of, session_of
+from dynswap_ext._util.own_masters import own_masters
 from dynswap_ext.errors import ConfigError
 
 _CONTRACT = "torch.distributed._composable.contract"
@@ -24,18 +25,32 @@ _SWAPPED = "dynswap_ext._swap.class_swap"
 
 
 def refuse_to_install(modules: Sequence[nn.Module]) -> None:
-    """Raise ConfigError if FSDP or `fully_shard` manages one of the modules."""
+    """Raise ConfigError if FSDP or `fully_shard` manages one of the modules, a model's in their order."""
     classes = {id(cls): cls for cls in map(type, modules)}
     wrappers = {key for key, cls in classes.items() if any(base.__name__ == _FSDP for base in cls.__mro__)}
     for module in modules if wrappers else [module for module in modules if _MANAGED in module.__dict__]:
         wrapper = id(type(module)) in wrappers
         if wrapper or module.__dict__.get(_MANAGED):
             by = _FSDP if wrapper else "fully_shard"
+            others = ", ".join(f"install(model{part})" for part in _unmanaged(modules[0]))
+            remedy = f". What it does not manage can be installed: {others}" if others and not wrapper else ""
             raise ConfigError(
                 f"a {type(module).__qualname__} of the model is managed by torch's {by}, which moves its "
-                "weights by itself; expected a model that is not sharded. There is no way back: begin with "
-                "a model that was not sharded. Install the model or shard it, not both"
+                "weights by itself; expected modules that are not sharded. There is no way back: to stream "
+                f"these modules, begin with a model that was not sharded{remedy}"
             )
+
+
+def _unmanaged(root: nn.Module) -> Iterator[str]:
+    """Yield the largest parts of a tree that have weights and none that is sharded, as `.layers[0].mlp`."""
+    taken: tuple[str, ...] = ()
+    for path, module in named_modules_of(root):
+        parts = modules_of(module)
+        if not path or path.startswith(taken) or any(each.__dict__.get(_MANAGED) for each in parts):
+            continue
+        if any(map(own_masters, parts)):
+            taken += (f"{path}.",)
+            yield "".join(f"[{word}]" if word.isdecimal() else f".{word}" for word in path.split("."))
 
 
 def _refuse_wrapping(module: nn.Module) -> None:
