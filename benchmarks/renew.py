@@ -51,6 +51,7 @@ RUNS = {
     "train": Run("train"),
     "disk": Run("disk", ("--tokens", "256", "--rounds", "2")),
     "host_memory": Run("host_memory"),
+    "ranks": Run("ranks"),
     "load": Run("load"),
     "convert": Run("convert"),
     "experts": Run("experts"),

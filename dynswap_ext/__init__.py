@@ -32,6 +32,7 @@ from dynswap_ext.profile.stats import Stats
 if TYPE_CHECKING:
     from dynswap_ext import checkpoint, inspect, testing
     from dynswap_ext.integrations.transformers import StreamConfig
+    from dynswap_ext.sharing import SharedMasters, share_masters
 
 __all__ = [
     "BackendInfo",
@@ -42,6 +43,7 @@ __all__ = [
     "DynswapWarning",
     "Handle",
     "OutOfMemoryError",
+    "SharedMasters",
     "ShortfallError",
     "SourceError",
     "Stats",
@@ -54,6 +56,7 @@ __all__ = [
     "inspect",
     "install",
     "is_installed",
+    "share_masters",
     "testing",
     "uninstall",
 ]
@@ -65,6 +68,8 @@ def __getattr__(name: str) -> Any:
 
     if name in ("checkpoint", "inspect", "testing"):
         return importlib.import_module(f".{name}", __name__)
+    if name in ("SharedMasters", "share_masters"):
+        return getattr(importlib.import_module(".sharing", __name__), name)
     if name == "StreamConfig":
         try:
             return importlib.import_module(".integrations.transformers", __name__).StreamConfig

@@ -16,6 +16,7 @@ from dynswap_ext._util.file_mappings import FileMappings, written_bytes
 from dynswap_ext._util.memory import exact_bytes, format_bytes
 from dynswap_ext._util.own_masters import own_masters
 from dynswap_ext._util.places import storages_of
+from dynswap_ext._util.shared_segment import MappedSegments
 from dynswap_ext._util.warn import warn
 from dynswap_ext.config import Options
 from dynswap_ext.errors import ConfigError
@@ -124,20 +125,25 @@ def _installed() -> list[nn.Module]:
 
 
 def _masters(models: Iterable[nn.Module]) -> tuple[int, int, list[tuple[int, int]]]:
-    """Return the bytes of masters in RAM and of all masters on the host, and the files' mapped ranges."""
+    """Return the bytes of masters in RAM and of all masters on the host, and the files' mapped ranges.
+
+    Masters in memory that another rank of the host counts (`share_masters`) are not among those in RAM.
+    """
     files = FileMappings()
+    segments = MappedSegments()
     in_ram: set[tuple[int, int]] = set()
-    mapped: set[tuple[int, int]] = set()
+    elsewhere: set[tuple[int, int]] = set()
     ranges: set[tuple[int, int]] = set()
     masters = (
         master for model in models for module in modules_of(model) for _, master, _ in own_masters(module)
     )
     for begin, end in (memory for master in masters for memory in _memory_of(master)):
         found = files.overlapping(begin, end - begin)
-        (mapped if found else in_ram).add((begin, end))
+        counted = not found and not segments.is_of_others(begin)
+        (in_ram if counted else elsewhere).add((begin, end))
         ranges.update((mapping.begin, mapping.end) for mapping in found)
     covered = _covered(in_ram)
-    return covered, covered + _covered(mapped), list(ranges)
+    return covered, covered + _covered(elsewhere), list(ranges)
 
 
 def _memory_of(master: torch.Tensor) -> list[tuple[int, int]]:

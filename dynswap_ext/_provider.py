@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import gc
 import importlib
+import mmap
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -291,6 +292,29 @@ def host_memory_beside_masters() -> dict[str, int]:
     """Return the bytes of RAM that engines take in addition to masters, by use, named as in `HostMemory`."""
     module = _extension().module
     return dict.fromkeys(_USES_OF_RAM, 0) if module is None else module.host_memory()
+
+
+def map_shared(descriptor: int, pieces: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
+    """Return pieces of a shared segment, given by offset and size, as tensors of bytes.
+
+    Each has a storage of its own, which the native provider can page-lock.
+    """
+    module = _extension().module
+    whole = memoryview(b"")
+    if module is None and any(nbytes for _, nbytes in pieces):
+        whole = memoryview(mmap.mmap(descriptor, 0))  # one for all, because each keeps a descriptor open
+
+    def piece(offset: int, nbytes: int) -> torch.Tensor:
+        if nbytes == 0:
+            return torch.empty(0, dtype=torch.uint8)
+        if module is None:
+            return torch.frombuffer(whole[offset : offset + nbytes], dtype=torch.uint8)
+        mapped: torch.Tensor = module.map_shared(descriptor, offset, nbytes)
+        return mapped
+
+    # Linux puts a mapping below the one before. From last to first, neighbours become one mapping for it, and
+    # a process may have 65530.
+    return [piece(*each) for each in reversed(pieces)][::-1]
 
 
 def native_unavailable(device: torch.device) -> str:

@@ -32,6 +32,7 @@ pytestmark = pytest.mark.alone
         "load",
         "next_experts",
         "plan",
+        "ranks",
         "silent_writes",
         "stream",
         "train",
@@ -41,7 +42,7 @@ pytestmark = pytest.mark.alone
 def test_tiny_run_writes_its_record(script: str, tmp_path: Path) -> None:
     if script in ("experts", "next_experts"):
         pytest.importorskip("transformers", reason="transformers is not installed")
-    on_disk = ("convert", "disk", "host_memory", "load", "plan", "stream", "train")
+    on_disk = ("convert", "disk", "host_memory", "load", "plan", "ranks", "stream", "train")
     more = ["--folder", str(tmp_path)] if script in on_disk else []
     more += ["--only", "dynswap,classic hook"] if script == "train" else []
     more += ["--only", "first,shared"] if script == "disk" else []

@@ -23,6 +23,8 @@ from pages import run_page
 ROOT = Path(__file__).parents[1]
 GUIDES = ROOT / "docs" / "guides"
 EXAMPLES = ROOT / "examples"
+#: The page of a script, where it has another name.
+PAGES = {"ranks": "several_devices"}
 OF_SCRIPTS = sorted(path.stem for path in EXAMPLES.glob("*.py") if path.stem != "tiny")
 
 
@@ -55,15 +57,20 @@ def names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str,
     }
 
 
+def page_of(script: str) -> str:
+    """Return what is about a script on its page."""
+    return (GUIDES / f"{PAGES.get(script, script)}.md").read_text()
+
+
 def python_of(page: str) -> list[str]:
-    return re.findall(r"^```python\n(.*?)^```$", (GUIDES / page).read_text(), re.MULTILINE | re.DOTALL)
+    return re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
 
 
 @pytest.mark.parametrize("script", OF_SCRIPTS)
 def test_a_page_shows_its_script(script: str) -> None:
     """Each block of Python on a page is in its script, at some indentation."""
     text = (EXAMPLES / f"{script}.py").read_text()
-    blocks = python_of(f"{script}.md")
+    blocks = python_of(page_of(script))
     assert len(blocks) >= 2
     for block in blocks:
         assert any(textwrap.indent(block, " " * depth) in text for depth in (0, 4, 8)), block
@@ -71,9 +78,9 @@ def test_a_page_shows_its_script(script: str) -> None:
 
 @pytest.mark.parametrize("script", OF_SCRIPTS)
 def test_commands_name_options_that_there_are(script: str) -> None:
-    page = (GUIDES / f"{script}.md").read_text()
+    page = page_of(script)
     known = {name: options_of(name) for name in [*OF_SCRIPTS, "tiny"]}
-    commands = re.findall(r"^python examples/(\w+)\.py (.*)$", page, re.MULTILINE)
+    commands = re.findall(r"^(?:python|torchrun .*) examples/(\w+)\.py (.*)$", page, re.MULTILINE)
     assert commands
     for name, arguments in commands:
         assert set(re.findall(r"(?<!\S)--[\w-]+", arguments)) <= known[name], arguments

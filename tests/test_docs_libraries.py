@@ -8,7 +8,7 @@ from pathlib import Path
 
 TESTS = Path(__file__).parent
 PAGE = (TESTS.parent / "docs" / "libraries.md").read_text()
-NAMED = re.findall(r"`((?:programs|contract)/\w+\.py)(?:::(\w+))?`", PAGE)
+NAMED = re.findall(r"`((?:programs/|contract/)?test_\w+\.py)(?:::(\w+))?`", PAGE)
 
 
 def test_every_test_named_is_there() -> None:

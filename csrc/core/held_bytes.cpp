@@ -42,6 +42,10 @@ bool HeldBytes::lock(const Locker& locker) {
   return true;
 }
 
+bool HeldBytes::lock_again() {
+  return lock([] { return std::shared_ptr<void>(); });
+}
+
 bool HeldBytes::locked() {
   const std::lock_guard guard(changing_);
   return locked_ != nullptr;

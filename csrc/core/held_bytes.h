@@ -19,7 +19,8 @@ namespace dynswap {
 /// frees.
 ///
 /// Note [Whose context may be exchanged]: torch tells some memory by how it is freed (shared memory, files,
-/// lazy copies), and would not know it again. Only what its ordinary allocator gave is held.
+/// lazy copies), and would not know it again. Only what its ordinary allocator gave is held, and what
+/// this package has mapped (tensor/shared_memory.h).
 class HeldBytes {
  public:
   /// How memory is freed: what a torch DataPtr holds beside the pointer.
@@ -41,11 +42,17 @@ class HeldBytes {
   /// that was exchanged. Null: the storage is gone.
   void leave(Context* context) noexcept;
 
+  /// How the memory is freed in the end.
+  void (*deleter() const noexcept)(void*) { return original_.get_deleter(); }
+
   // Thread-safe. The driver may take seconds, so these are called without the GIL, and by no access.
 
   /// Page-locks the bytes unless they are; false if that was refused. Each success is to be followed by one
   /// unlock().
   bool lock(const Locker& locker);
+  /// Keeps bytes locked that are page-locked already, until the unlock() that is to follow. False if they are
+  /// not locked.
+  bool lock_again();
   void unlock() noexcept;
   bool locked();
 

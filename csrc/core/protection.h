@@ -38,6 +38,7 @@ enum class Protection : int {
   close_waits,              ///< copies are over before what they read and write is let go
   plan_goes_after_readers,  ///< Note [A plan goes before the next one comes]
   bytes_outlive_storage,    ///< Note [Bytes that outlive their storage]
+  copies_keep_locks,        ///< Note [A copy keeps its source page-locked]
   staged_copy_waits,        ///< a copy from a staging buffer comes after the read into it
   staged_read_waits,        ///< a read into a staging buffer comes after the copy from it
   failed_read_told,         ///< Note [A read can fail after its copy was issued]

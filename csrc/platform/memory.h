@@ -22,7 +22,10 @@ Pages pages_around(const void* address, std::size_t bytes) noexcept;
 /// New, zeroed pages outside the C library's heap, in huge pages where the system has them to spare. Null if
 /// there is no memory.
 void* map_memory(std::size_t bytes) noexcept;
-/// Gives them back. `bytes` is what they were mapped with.
+/// `bytes` of an open file, from `offset` (a multiple of the page size) on: what one process writes there,
+/// others read. Null if they cannot be mapped, with the reason in errno, and on Windows.
+void* map_shared(int file, std::uint64_t offset, std::size_t bytes) noexcept;
+/// Gives memory of either kind back. `bytes` is what they were mapped with.
 void unmap_memory(void* address, std::size_t bytes) noexcept;
 
 }  // namespace dynswap

@@ -19,6 +19,12 @@ void* map_memory(std::size_t bytes) noexcept {
   return address;
 }
 
+void* map_shared(int file, std::uint64_t offset, std::size_t bytes) noexcept {
+  void* const address =
+      ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, static_cast<off_t>(offset));
+  return address == MAP_FAILED ? nullptr : address;
+}
+
 void unmap_memory(void* address, std::size_t bytes) noexcept { ::munmap(address, bytes); }
 
 }  // namespace dynswap

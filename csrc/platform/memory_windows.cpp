@@ -2,6 +2,7 @@
 // not known to be private, watched, or mapped from a file.
 #include "platform/memory.h"
 
+#include <cerrno>
 #include <cstring>
 
 #include "platform/mapped_memory.h"
@@ -24,6 +25,11 @@ std::size_t page_size() noexcept {
 
 void* map_memory(std::size_t bytes) noexcept {
   return ::VirtualAlloc(nullptr, bytes, MEM_RESERVE | MEM_COMMIT, PAGE_READWRITE);
+}
+
+void* map_shared(int, std::uint64_t, std::size_t) noexcept {
+  errno = ENOSYS;
+  return nullptr;
 }
 
 void unmap_memory(void* address, std::size_t) noexcept { ::VirtualFree(address, 0, MEM_RELEASE); }

@@ -28,6 +28,7 @@
 #include "session/session.h"
 #include "sim/roofline.h"
 #include "tensor/handed_out.h"
+#include "tensor/shared_memory.h"
 #include "tensor/written_buffers.h"
 #include "transfer/staging.h"
 
@@ -343,6 +344,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         py::arg("page_cache") = SIZE_MAX,
         "Sets limits in bytes (`HostLimits`), which hold for all sessions while the result lives. `stages`: "
         "the device may need staging buffers, for which room is left.");
+  m.def(
+      "map_shared", &map_shared_tensor, py::arg("descriptor"), py::arg("offset"), py::arg("nbytes"),
+      "Maps a range of an open file, from a page's begin on, as a tensor of bytes. What is written there is "
+      "read by other processes, and an install may page-lock it. RuntimeError if it cannot be mapped.");
   m.def("host_memory", &host_memory, "The bytes of RAM that all sessions take beside masters, by use.");
   py::dict stats;
   for (const Stat& stat : kStats) stats[stat.name] = stat.kind != Stat::state;

@@ -15,6 +15,8 @@
 #include "session/calls.h"
 #include "session/session.h"
 #include "tensor/handed_out.h"
+#include "tensor/interpreter.h"
+#include "tensor/master_memory.h"
 
 namespace dynswap {
 
@@ -67,6 +69,9 @@ struct SavedWeight final : Saved {
     // The model was uninstalled since, or is gone.
     if (!whole.defined()) {
       const at::Tensor& readable = weight->mapped ? read_master(master, weight->name) : master;
+      const py::gil_scoped_acquire gil;
+      const KeptLocked kept(readable);
+      const WithoutGil released;
       whole = readable.to(options, /*non_blocking=*/false, /*copy=*/true);
     }
     return whole.as_strided(sizes, strides, offset);

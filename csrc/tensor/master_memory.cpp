@@ -8,8 +8,10 @@
 #include <utility>
 
 #include "accelerator/backends.h"
+#include "core/protection.h"
 #include "platform/own_pages.h"
 #include "tensor/interpreter.h"
+#include "tensor/shared_memory.h"
 
 namespace dynswap {
 
@@ -29,13 +31,34 @@ void leave(HeldBytes& bytes, c10::StorageImpl* storage) noexcept {
 
 }  // namespace
 
+KeptLocked::KeptLocked(const at::Tensor& master) {
+  if (!PROTECTED(copies_keep_locks) || !master.has_storage()) return;
+  c10::StorageImpl& impl = *master.storage().unsafeGetStorageImpl();
+  if (!impl.device().is_cpu() || !HeldBytes::of(context_of(impl))) return;
+  storage_ = master.storage();
+  bytes_ = HeldBytes::hold(context_of(impl));
+  const WithoutGil released;
+  if (bytes_->lock_again()) return;
+  locked_ = false;
+}
+
+KeptLocked::~KeptLocked() {
+  if (!bytes_) return;
+  if (locked_) {
+    const WithoutGil released;
+    bytes_->unlock();
+  }
+  leave(*bytes_, storage_.unsafeGetStorageImpl());
+}
+
 bool MasterMemory::can_hold(const c10::Storage& storage) {
   c10::StorageImpl& impl = *storage.unsafeGetStorageImpl();
   const c10::DataPtr& data = impl._mutable_data_ptr_no_checks();
   if (!data.device().is_cpu() || data.get() == nullptr) return false;
   if (HeldBytes::of(context_of(impl))) return true;
-  return data.get_context() == data.get() &&
-         data.get_deleter() == c10::GetDefaultCPUAllocator()->raw_deleter();
+  return frees_shared_memory(data.get_deleter()) ||
+         (data.get_context() == data.get() &&
+          data.get_deleter() == c10::GetDefaultCPUAllocator()->raw_deleter());
 }
 
 void MasterMemory::expect(std::size_t storages) {
@@ -79,7 +102,8 @@ std::string MasterMemory::pin(const at::Device& device, const std::string& backe
     items[i].held = HeldBytes::hold(context_of(*storage));
     items[i].block = static_cast<const std::byte*>(storage->data());
     items[i].block_bytes = storage->nbytes();
-    items[i].own_pages = has_own_pages(items[i].block, items[i].block_bytes);
+    items[i].own_pages =
+        frees_shared_memory(bytes->deleter()) || has_own_pages(items[i].block, items[i].block_bytes);
     candidates[i] = {std::move(bytes), std::move(storage)};
   }
   std::string said;

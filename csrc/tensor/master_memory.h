@@ -15,6 +15,27 @@
 
 namespace dynswap {
 
+/// Note [A copy keeps its source page-locked]
+/// An engine waits for its copies before it ends the page-locking of their sources. It knows nothing of what
+/// torch copies: a read that no plan serves any more, say, because another thread has just replaced the
+/// install. To a device, torch copies from page-locked memory without looking at it again, so that must not
+/// become ordinary memory meanwhile. Whoever has torch copy a master holds one of these.
+///
+/// LOCK: the GIL, in both the constructor and the destructor. Where bytes are held for an engine, they do
+/// without it while the driver works for another thread.
+class KeptLocked {
+ public:
+  explicit KeptLocked(const at::Tensor& master);
+  ~KeptLocked();
+  KeptLocked(const KeptLocked&) = delete;
+  KeptLocked& operator=(const KeptLocked&) = delete;
+
+ private:
+  c10::Storage storage_;
+  std::shared_ptr<HeldBytes> bytes_;  ///< null if no engine has them
+  bool locked_ = true;                ///< if there are any
+};
+
 /// LOCK: the GIL. pin() and end() release it while the driver works, and nothing that an access takes is
 /// held meanwhile.
 class MasterMemory {
@@ -31,7 +52,8 @@ class MasterMemory {
   /// outlive their storage]); of memory that may not be held, the storage itself.
   std::shared_ptr<const void> hold(const c10::Storage& storage);
 
-  /// Whether the storage's memory is torch's ordinary allocator's (Note [Whose context may be exchanged]).
+  /// Whether the storage's memory is torch's ordinary allocator's, or map_shared_tensor()'s (Note [Whose
+  /// context may be exchanged]).
   static bool can_hold(const c10::Storage& storage);
 
   /// Page-locks the sources for the backend of this name as far as it may be, and replaces them by ones that

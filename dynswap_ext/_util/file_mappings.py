@@ -7,7 +7,7 @@ import ctypes
 import mmap
 import os
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -49,8 +49,15 @@ class Mapping(NamedTuple):
         return self.offset + address - self.begin
 
 
-def mappings() -> list[Mapping]:
-    """Return the file mappings of this process, in the order of their addresses; none outside Linux."""
+def _is_file(name: str) -> bool:
+    return name.startswith("/") and not name.startswith(_MEMORY)
+
+
+def mappings(wanted: Callable[[str], bool] = _is_file) -> list[Mapping]:
+    """Return the file mappings of this process, in the order of their addresses; none outside Linux.
+
+    `wanted` tells from a name whether a mapping is among them. By default those of files are.
+    """
     try:
         lines = Path("/proc/self/maps").read_text(errors="replace").splitlines()  # proc_pid_maps(5)
     except OSError:
@@ -58,7 +65,7 @@ def mappings() -> list[Mapping]:
     found: list[Mapping] = []
     for line in lines:
         addresses, _, offset, device, inode, *name = line.split(maxsplit=5)
-        if not name or not name[0].startswith("/") or name[0].startswith(_MEMORY):
+        if not name or not wanted(name[0]):
             continue
         begin, end = (int(address, 16) for address in addresses.split("-"))
         new = Mapping(begin, end, int(offset, 16), device, int(inode), name[0])
@@ -74,8 +81,8 @@ def mappings() -> list[Mapping]:
 class FileMappings:
     """An index of the file mappings that this process has when the object is made."""
 
-    def __init__(self) -> None:
-        self._mappings = mappings()
+    def __init__(self, wanted: Callable[[str], bool] = _is_file) -> None:
+        self._mappings = mappings(wanted)
 
     def __len__(self) -> int:
         return len(self._mappings)

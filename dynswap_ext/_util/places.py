@@ -43,6 +43,14 @@ def storages_of(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
             yield part.untyped_storage()
 
 
+def address_of(part: torch.Tensor) -> int:
+    """Return where the storage of a strided tensor begins; 0 if it has none, or its class shows none."""
+    try:
+        return part.untyped_storage().data_ptr()
+    except (NotImplementedError, RuntimeError):
+        return 0
+
+
 def stored_bytes(tensor: torch.Tensor) -> int:
     """Return the bytes that a tensor's elements take as stored. For a view, only its own elements count."""
     return sum(part.numel() * part.element_size() for part in parts_of(tensor))

@@ -11,7 +11,8 @@ from dynswap_ext._util.memory import format_bytes
 class HostMemory:
     """The host's RAM that the weights of all installed models of this process take, in bytes."""
 
-    #: The masters (the tensors that the models own) that are in RAM.
+    #: The masters (the tensors that the models own) that are in RAM. Those that ranks share (`share_masters`)
+    #: are counted by the rank whose weights they were.
     masters: int
     #: Pages of mapped checkpoint files that became the process's own when they were written to.
     written: int
@@ -24,7 +25,7 @@ class HostMemory:
     page_cache: int
     #: How much of `masters` is page-locked in place. It is not counted twice.
     locked: int
-    #: All masters, those in RAM and those in files.
+    #: All masters: those in RAM, those in files and those that another rank counts.
     weights: int
     #: The smallest amount that an install has named as `host_budget`; None if no install has named one.
     limit: int | None = None

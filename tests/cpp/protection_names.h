@@ -52,6 +52,8 @@ inline const char* name_of(Protection protection) {
       return "plan_goes_after_readers";
     case Protection::bytes_outlive_storage:
       return "bytes_outlive_storage";
+    case Protection::copies_keep_locks:
+      return "copies_keep_locks";
     case Protection::staged_copy_waits:
       return "staged_copy_waits";
     case Protection::staged_read_waits:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import threading
 import time
 import warnings
@@ -12,11 +13,15 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 
 import pretend_cuda
 from conftest import only_cuda_has
 from dynswap_ext import testing
-from gpu_under_test import Exact, Gpu
+from dynswap_ext._util.shared_segment import MappedSegments
+from dynswap_ext.sharing.outline import places_of
+from dynswap_ext.sharing.segment import Segment
+from gpu_under_test import WIDTH, Exact, Gpu
 
 M_MMAP_THRESHOLD = -3
 OWN_PAGES, HEAP = 1 << 16, 32 << 20
@@ -91,6 +96,57 @@ def test_memory_that_a_master_lets_go_of(
     handle.uninstall()
     assert not registered()
     assert not any(p.is_pinned() for p in model.parameters())
+
+
+def test_memory_that_ranks_share_is_page_locked_where_it_is(gpu: Gpu) -> None:
+    model = Exact().eval().requires_grad_(False)
+    segment = Segment(places_of(model, []))
+    segment.map(segment.make())
+    segment.fill(True)
+    segment.close()
+    places = [p.data_ptr() for p in model.parameters()]
+    handle = gpu.install(model, dtype=torch.float64)
+    if pretend_cuda.active():
+        assert registered() == sum(p.nbytes for p in model.parameters())
+    assert all(p.is_pinned() for p in model.parameters())
+    for _ in range(2):
+        right(gpu, model)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.neg_()
+    right(gpu, model)
+    assert [p.data_ptr() for p in model.parameters()] == places
+    handle.uninstall()
+    assert not registered()
+    assert not any(p.is_pinned() for p in model.parameters())
+    assert len(MappedSegments()) > 0
+    del model, handle, p, segment
+    gc.collect()
+    assert len(MappedSegments()) == 0
+
+
+def test_what_torch_copies_stays_page_locked_until_it_is_copied(gpu: Gpu) -> None:
+    """Another thread ends the install meanwhile, whose engine knows nothing of the copy."""
+    model = nn.Linear(WIDTH, WIDTH, bias=False).requires_grad_(False)
+    master = model.weight
+    before = master.double()
+    handle = gpu.install(model, dtype=torch.float64)
+    read: list[torch.Tensor] = []
+
+    def read_late() -> None:
+        gpu.delay(400)  # the copy waits behind it
+        read.append(model.weight)
+
+    with forward_ad.dual_level():
+        master.copy_(forward_ad.make_dual(master.clone(), torch.ones_like(master)))  # torch copies such ones
+        thread = threading.Thread(target=read_late)
+        thread.start()
+        time.sleep(0.1)
+        handle.uninstall()
+        assert master.is_pinned() or read
+        thread.join()
+    testing.assert_bit_equal(read[0].cpu(), before)
+    assert not registered()
 
 
 def test_what_comes_to_the_same_address_is_copied_as_it_is(gpu: Gpu) -> None:

@@ -22,8 +22,8 @@ BUDGET = "2MiB", "3MiB"
 TRAINING = ["--steps", "12", "--length", "16", "--device", "cpu", "--budget", BUDGET[0]]
 
 
-def run(script: str, *arguments: str | Path, cwd: Path) -> str:
-    """Run an example, and return what it printed."""
+def run(script: str, *arguments: str | Path, cwd: Path, ranks: int | None = None) -> str:
+    """Run an example, in several `ranks` by torchrun or in one process, and return what it printed."""
     environment = os.environ | {
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
@@ -31,8 +31,9 @@ def run(script: str, *arguments: str | Path, cwd: Path) -> str:
         "DYNSWAP_PROVIDER": "native",  # which streams on a CPU, whatever this run is for
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
     }
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
     done = subprocess.run(
-        [sys.executable, str(EXAMPLES / script), *map(str, arguments)],
+        [sys.executable, *(torchrun if ranks else ()), str(EXAMPLES / script), *map(str, arguments)],
         cwd=cwd,
         env=environment,
         capture_output=True,
@@ -85,6 +86,20 @@ def test_generate(tiny: Path, model: str) -> None:
     assert output.startswith("the red cat")
     assert figure(output, "tokens/s") > 0 and figure(output, "peak memory") > 0
     assert moved(output) > 8  # two passes of the model at least
+
+
+@pytest.mark.slow
+def test_ranks(tiny: Path, tmp_path: Path) -> None:
+    """Two ranks answer as one does, each its share of the prompts, and have one copy of the weights."""
+    prompts = ["the red cat", "a dog ran", "streaming weights means"]
+    (tmp_path / "prompts.txt").write_text("\n".join(prompts))
+    given = [tiny / "llama", tmp_path / "prompts.txt", "--budget", BUDGET[0], "--max-new-tokens", "4"]
+    alone, both = (run("ranks.py", *given, cwd=tmp_path, ranks=count).splitlines() for count in (1, 2))
+    assert re.match(r"ranks 0, 1 share 4\.\d+ MiB of weights in RAM", both[0])
+    assert alone[0].startswith("rank 0 is alone on its host")
+    answers = [line.removeprefix("[rank 0] ") for line in alone[1:]]
+    assert [answer.startswith(prompt) for answer, prompt in zip(answers, prompts, strict=True)] == [True] * 3
+    assert sorted(both[1:]) == sorted(f"[rank {number % 2}] {text}" for number, text in enumerate(answers))
 
 
 @pytest.mark.slow

@@ -7,9 +7,7 @@ the process. And an open checkpoint's mapping may have been written to.
 
 from __future__ import annotations
 
-import ctypes
 import mmap
-import sys
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack
@@ -21,6 +19,7 @@ from typing import Any, TypeAlias
 import torch
 
 from dynswap_ext._swap.subclasses import inner_names, is_plain
+from dynswap_ext._util.heap import HeapTrimmer
 from dynswap_ext._util.progress import ProgressCallback
 from dynswap_ext.checkpoint.formats.common import read_into
 from dynswap_ext.checkpoint.loading.walk import LazyState
@@ -30,10 +29,6 @@ from dynswap_ext.errors import ConfigError, SourceError
 
 #: A function of a name in the model and the file's tensor. It returns the tensor that becomes the master.
 Transform: TypeAlias = Callable[[str, torch.Tensor], torch.Tensor]
-
-_malloc_trim: Callable[[int], object] = getattr(
-    ctypes.CDLL(None) if sys.platform == "linux" else None, "malloc_trim", lambda _: None
-)
 
 #: Up to so many bytes are allocated from the heap, where a mapping would cost more.
 _OF_THE_HEAP = 1 << 16
@@ -155,7 +150,8 @@ class Window(ExitStack):
         super().__init__()
         self._checkpoint = checkpoint
         self._files: dict[Path, Any] = {}
-        self._since_trim = 0
+        #: The results of a transform stay in the heap, with the gaps of its temporary tensors between them.
+        self._heap = HeapTrimmer(_WINDOW)
 
     def read(self, name: str, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
         """Return the values of an entry in new memory. A tensor subclass is copied only if it is changed."""
@@ -166,7 +162,7 @@ class Window(ExitStack):
                 return tensor.to(device=device, dtype=dtype)
             return tensor.detach().to(device=device, dtype=dtype, copy=True)
         if device.type == "cpu" and dtype == entry.dtype:
-            self._trim(entry.nbytes)
+            self._heap.count(entry.nbytes)
             flat = _memory(entry.nbytes).view(dtype)
             self._fill(name, entry, 0, flat)
         else:
@@ -217,16 +213,6 @@ class Window(ExitStack):
                 raise SourceError(f"{entry.file} cannot be read at {name}: {error.strerror}") from error
         begin = (entry.offset or 0) + skipped
         read_into(self._files[entry.file], entry.file, begin, into.data_ptr(), into.nbytes, name)
-
-    def _trim(self, nbytes: int) -> None:
-        """Count `nbytes` as read, and have the heap return free pages to the system once per window.
-
-        The results of a transform stay in the heap. Between them are the gaps of its temporary tensors.
-        """
-        self._since_trim += nbytes
-        if self._since_trim > _WINDOW:
-            self._since_trim = 0
-            _malloc_trim(0)
 
 
 def _memory(nbytes: int) -> torch.Tensor:

@@ -1,0 +1,19 @@
+// Tensors in memory that processes share.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstddef>
+#include <cstdint>
+
+namespace dynswap {
+
+/// Maps `bytes` of an open file, from `offset` (a multiple of the page size) on, as a tensor with a storage
+/// of its own. Nothing else is on its pages in this process, so an engine may page-lock them. Throws
+/// c10::Error if they cannot be mapped.
+at::Tensor map_shared_tensor(int file, std::uint64_t offset, std::size_t bytes);
+
+/// Whether memory that is freed in this way is from map_shared_tensor().
+bool frees_shared_memory(void (*deleter)(void*)) noexcept;
+
+}  // namespace dynswap

@@ -1,0 +1,60 @@
+"""Answer prompts on several devices of one host, with one copy of the weights in its RAM.
+
+    torchrun --nproc-per-node 4 examples/ranks.py path/to/Llama-3.1-8B-Instruct prompts.txt --budget 4GiB
+
+Each rank takes its share of the prompts, and streams the weights to its own GPU; without GPUs, all compute
+on the CPU. Only the first rank loads the model. The others make it on the meta device and share its weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+from torch import distributed
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+import dynswap_ext
+from dynswap_ext import checkpoint
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folder", type=Path, help="the folder of a transformers checkpoint")
+    parser.add_argument("prompts", type=Path, help="a text file with a prompt on each line")
+    parser.add_argument("--budget", default="auto", help="memory for weights on each device")
+    parser.add_argument("--max-new-tokens", type=int, default=32)
+    options = parser.parse_args()
+
+    distributed.init_process_group("gloo")
+    rank, world = distributed.get_rank(), distributed.get_world_size()
+    device = f"cuda:{rank % torch.cuda.device_count()}" if torch.cuda.is_available() else "cpu"
+
+    tokenizer = AutoTokenizer.from_pretrained(options.folder)
+    config = AutoConfig.from_pretrained(options.folder)
+    if rank == 0:
+        model = AutoModelForCausalLM.from_pretrained(options.folder, dtype="auto")
+    else:
+        dtype = config.dtype or torch.float32
+        model = checkpoint.init_empty(lambda: AutoModelForCausalLM.from_config(config, dtype=dtype))
+    model.requires_grad_(False).eval()
+    shared = dynswap_ext.share_masters(model)
+    if rank == 0:
+        print(shared)
+    handle = dynswap_ext.install(model, device=device, budget=options.budget)
+
+    for prompt in options.prompts.read_text().splitlines()[rank::world]:
+        inputs = tokenizer(prompt, return_tensors="pt").to(model.device)
+        with torch.inference_mode():
+            tokens = model.generate(**inputs, max_new_tokens=options.max_new_tokens, do_sample=False)[0]
+        print(f"[rank {rank}] {tokenizer.decode(tokens, skip_special_tokens=True)}", flush=True)
+    handle.uninstall()
+    distributed.barrier()  # a rank that leaves while another still talks to it ends that one
+    distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
