@@ -257,6 +257,12 @@ def test_a_host_has_one_copy(tmp_path: Path, place: str) -> None:
         + """
 from dynswap_ext import checkpoint
 place, path = arguments
+# The code and the threads that it takes do not count.
+small = lambda: nn.Linear(8, 8).requires_grad_(False)
+torch.manual_seed(1)
+torch.save(small().state_dict(), f"{store}.{rank}.small")
+share_masters(checkpoint.load(small, f"{store}.{rank}.small").requires_grad_(False))
+dist.barrier()
 empty = pss()
 make = lambda: nn.Sequential(*(nn.Linear(1024, 512, bias=False) for _ in range(48)))
 torch.manual_seed(0)

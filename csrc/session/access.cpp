@@ -419,7 +419,7 @@ PyObject* Session::convert(const Weight& weight, PyObject* master) const {
     static_cast<void>(read_master(THPVariable_Unpack(master), weight.name));  // it is there
   }
   const at::ScalarType wanted = wanted_type(THPVariable_Unpack(master), options_.dtype, weight.casting);
-  const KeptLocked kept(THPVariable_Unpack(master));
+  const KeptLocked kept(THPVariable_Unpack(master), options_.device);
   const py::object moved = hooks_.convert(py::handle(master), py::cast(options_.device), py::cast(wanted));
   if (weight.parameter && moved.ptr() != master) mark_as_parameter(moved.ptr());
   return Py_NewRef(moved.ptr());

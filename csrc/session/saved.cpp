@@ -15,7 +15,6 @@
 #include "session/calls.h"
 #include "session/session.h"
 #include "tensor/handed_out.h"
-#include "tensor/interpreter.h"
 #include "tensor/master_memory.h"
 
 namespace dynswap {
@@ -69,9 +68,7 @@ struct SavedWeight final : Saved {
     // The model was uninstalled since, or is gone.
     if (!whole.defined()) {
       const at::Tensor& readable = weight->mapped ? read_master(master, weight->name) : master;
-      const py::gil_scoped_acquire gil;
-      const KeptLocked kept(readable);
-      const WithoutGil released;
+      const KeptLocked kept(readable, options.device());
       whole = readable.to(options, /*non_blocking=*/false, /*copy=*/true);
     }
     return whole.as_strided(sizes, strides, offset);

@@ -101,7 +101,7 @@ at::Tensor copied_to(const at::TensorOptions& options, const at::Tensor& master)
   constexpr std::size_t kSmall = 1u << 20;
   const bool staged = !options.device().is_cpu() && master.is_cpu() && master.nbytes() <= kSmall;
   const at::TensorOptions first = staged ? options.device(at::kCPU).pinned_memory(true) : options;
-  const KeptLocked kept(master);
+  const KeptLocked kept(master, first.device());
   const at::Tensor copy = at::empty_strided(master.sizes(), strides_of_copy(master), first).copy_(master);
   return staged ? copy.to(options, /*non_blocking=*/true) : copy;
 }

@@ -31,15 +31,14 @@ void leave(HeldBytes& bytes, c10::StorageImpl* storage) noexcept {
 
 }  // namespace
 
-KeptLocked::KeptLocked(const at::Tensor& master) {
-  if (!PROTECTED(copies_keep_locks) || !master.has_storage()) return;
+KeptLocked::KeptLocked(const at::Tensor& master, const at::Device& device) {
+  if (!PROTECTED(copies_keep_locks) || device.is_cpu() || !master.has_storage()) return;
   c10::StorageImpl& impl = *master.storage().unsafeGetStorageImpl();
   if (!impl.device().is_cpu() || !HeldBytes::of(context_of(impl))) return;
   storage_ = master.storage();
   bytes_ = HeldBytes::hold(context_of(impl));
   const WithoutGil released;
-  if (bytes_->lock_again()) return;
-  locked_ = false;
+  locked_ = bytes_->lock_again();
 }
 
 KeptLocked::~KeptLocked() {

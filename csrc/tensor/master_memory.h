@@ -25,7 +25,8 @@ namespace dynswap {
 /// without it while the driver works for another thread.
 class KeptLocked {
  public:
-  explicit KeptLocked(const at::Tensor& master);
+  /// For a copy to `device`. To the CPU's memory it makes no difference what is page-locked.
+  KeptLocked(const at::Tensor& master, const at::Device& device);
   ~KeptLocked();
   KeptLocked(const KeptLocked&) = delete;
   KeptLocked& operator=(const KeptLocked&) = delete;
@@ -33,7 +34,7 @@ class KeptLocked {
  private:
   c10::Storage storage_;
   std::shared_ptr<HeldBytes> bytes_;  ///< null if no engine has them
-  bool locked_ = true;                ///< if there are any
+  bool locked_ = false;
 };
 
 /// LOCK: the GIL. pin() and end() release it while the driver works, and nothing that an access takes is

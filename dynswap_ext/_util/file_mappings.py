@@ -81,8 +81,8 @@ def mappings(wanted: Callable[[str], bool] = _is_file) -> list[Mapping]:
 class FileMappings:
     """An index of the file mappings that this process has when the object is made."""
 
-    def __init__(self, wanted: Callable[[str], bool] = _is_file) -> None:
-        self._mappings = mappings(wanted)
+    def __init__(self) -> None:
+        self._mappings = mappings()
 
     def __len__(self) -> int:
         return len(self._mappings)

@@ -7,13 +7,13 @@ import os
 from collections.abc import Iterable, Iterator
 from typing import Final
 
-from dynswap_ext._util.file_mappings import FileMappings
+from dynswap_ext._util.file_mappings import FileMappings, mappings
 
 _NAME: Final = "dynswap_ext"
 #: What the list of mappings calls it (memfd_create(2)).
 _MAPPED_AS: Final = f"/memfd:{_NAME} (deleted)"
-#: The inodes of the segments that this process has made.
-_made: Final[set[int]] = set()
+#: The segments that this process has made or opened, by inode: whether it has made them.
+_known: Final[dict[int, bool]] = {}
 
 
 class SharedSegment:
@@ -22,21 +22,21 @@ class SharedSegment:
     Linux only.
     """
 
-    def __init__(self, descriptor: int) -> None:
+    def __init__(self, descriptor: int, *, made_here: bool) -> None:
         self.descriptor: Final = descriptor
+        _known[os.fstat(descriptor).st_ino] = made_here
 
     @classmethod
     def make(cls, nbytes: int) -> SharedSegment:
         """Make a segment of zeros, whose pages take memory once they are written to."""
         descriptor = os.memfd_create(_NAME)
         os.ftruncate(descriptor, nbytes)
-        _made.add(os.fstat(descriptor).st_ino)
-        return cls(descriptor)
+        return cls(descriptor, made_here=True)
 
     @classmethod
     def open(cls, path: str) -> SharedSegment:
         """Open the segment of another process by its `path` there. Raises OSError."""
-        return cls(os.open(path, os.O_RDWR))
+        return cls(os.open(path, os.O_RDWR), made_here=False)
 
     @property
     def path(self) -> str:
@@ -52,12 +52,13 @@ class MappedSegments(FileMappings):
     """The parts of segments that this process has mapped at one moment."""
 
     def __init__(self) -> None:
-        super().__init__(_MAPPED_AS.__eq__)
+        # Most processes have none, and need not read the list of their mappings.
+        self._mappings = mappings(_MAPPED_AS.__eq__) if _known else []
 
     def is_of_others(self, address: int) -> bool:
         """Return whether the byte at an address is in a segment that another process has made."""
         found = self.find(address)
-        return found is not None and found.inode not in _made
+        return found is not None and not _known[found.inode]
 
 
 def offsets(sizes: Iterable[int]) -> Iterator[int]:

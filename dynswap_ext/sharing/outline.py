@@ -225,6 +225,6 @@ def _digest(master: torch.Tensor | None) -> bytes | None:
         return None
     digest = hashlib.sha256()
     for part in parts_of(master):
-        bytes_of = part.detach().resolve_conj().resolve_neg().contiguous()
+        bytes_of = part.detach().contiguous()
         digest.update((ctypes.c_char * bytes_of.nbytes).from_address(bytes_of.data_ptr()))
     return digest.digest()
