@@ -31,6 +31,7 @@ from dynswap_ext.profile.stats import Stats
 
 if TYPE_CHECKING:
     from dynswap_ext import checkpoint, inspect, testing
+    from dynswap_ext.device_map import Handles, install_by_device
     from dynswap_ext.integrations.transformers import StreamConfig
     from dynswap_ext.sharing import SharedMasters, share_masters
 
@@ -42,6 +43,7 @@ __all__ = [
     "DynswapError",
     "DynswapWarning",
     "Handle",
+    "Handles",
     "OutOfMemoryError",
     "SharedMasters",
     "ShortfallError",
@@ -55,6 +57,7 @@ __all__ = [
     "handle_of",
     "inspect",
     "install",
+    "install_by_device",
     "is_installed",
     "share_masters",
     "testing",
@@ -68,6 +71,8 @@ def __getattr__(name: str) -> Any:
 
     if name in ("checkpoint", "inspect", "testing"):
         return importlib.import_module(f".{name}", __name__)
+    if name in ("Handles", "install_by_device"):
+        return getattr(importlib.import_module(".device_map", __name__), name)
     if name in ("SharedMasters", "share_masters"):
         return getattr(importlib.import_module(".sharing", __name__), name)
     if name == "StreamConfig":

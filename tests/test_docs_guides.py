@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import copy
 import importlib
 import importlib.util
 import re
@@ -23,8 +24,8 @@ from pages import run_page
 ROOT = Path(__file__).parents[1]
 GUIDES = ROOT / "docs" / "guides"
 EXAMPLES = ROOT / "examples"
-#: The page of a script, where it has another name.
-PAGES = {"ranks": "several_devices"}
+#: The page of a script, where it has another name, and where on that page the blocks of the script end.
+PAGES = {"ranks": ("several_devices", "## One program over several devices")}
 OF_SCRIPTS = sorted(path.stem for path in EXAMPLES.glob("*.py") if path.stem != "tiny")
 
 
@@ -59,7 +60,10 @@ def names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str,
 
 def page_of(script: str) -> str:
     """Return what is about a script on its page."""
-    return (GUIDES / f"{PAGES.get(script, script)}.md").read_text()
+    page, end = PAGES.get(script, (script, None))
+    text = (GUIDES / f"{page}.md").read_text()
+    assert end is None or end in text
+    return text if end is None else text.partition(end)[0]
 
 
 def python_of(page: str) -> list[str]:
@@ -154,6 +158,26 @@ def test_trainer_runs(names: dict[str, Any], capsys: pytest.CaptureFixture[str])
     assert Path("trained/adapter_model.safetensors").exists()
     assert dynswap_ext.handle_of(names["base"]).stats().bytes_moved > 0
     dynswap_ext.uninstall(names["base"])
+
+
+@pytest.mark.device
+def test_one_program_over_several_devices_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    """The block of the page runs on two GPUs, on a small Llama with the layers that it names."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    if torch.cuda.device_count() < 2:
+        pytest.skip("it needs two GPUs, or the pretend device (make test-cuda)")
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 18, "vocab_size": 32}
+    config = transformers.LlamaConfig(**sizes, num_attention_heads=4)
+    model = transformers.LlamaForCausalLM(config).eval()
+    tokens = torch.arange(8)[None]
+    with torch.inference_mode():
+        expected = copy.deepcopy(model).to("cuda:0")(tokens.to("cuda:0")).logits.cpu()
+    page = (GUIDES / "several_devices.md").read_text().partition(PAGES["ranks"][1])[2]
+    (block,) = python_of(page)
+    names: dict[str, Any] = {"model": model, "tokens": tokens, "torch": torch, "dynswap_ext": dynswap_ext}
+    exec(block, names)
+    assert torch.equal(names["logits"], expected)
+    assert "model.layers.{16..17}" in capsys.readouterr().out
 
 
 def test_migration_knows_the_calls_of_before() -> None:

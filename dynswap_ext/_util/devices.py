@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from dynswap_ext._util.option_names import is_amount
@@ -43,6 +45,7 @@ def resolve_device(given: torch.device | str | int | None) -> torch.device:
         raise ConfigError(
             f"device is {given!r}, unknown to torch; available here: {', '.join(available_devices())}"
             + (f". An amount of memory is a budget: budget={given!r}" if is_amount(given) else "")
+            + (". install_by_device(model, devices) takes several" if isinstance(given, Mapping) else "")
         ) from error
     if isinstance(given, str) and ":" in given and str(device) != given:  # torch keeps 8 bits of the index
         raise ConfigError(
