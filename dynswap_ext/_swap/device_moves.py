@@ -8,6 +8,10 @@ they do not fit. To move them would undo the install and run out of memory. So t
 is done in `_apply`, which all of these methods call, also if they were called on a wrapper that is not
 installed, or if a class overrides `to`. Plain tensors of a class that overrides `_apply` do move. Casts and
 memory formats that are asked for in the same call are done.
+
+On the CPU, masters are where the model computes. But torch copies a tensor that is sent to "cpu:0", as
+accelerate does in a process that a launcher started: mapped masters would be read into RAM, and shared ones
+copied for each process. So there an index is dropped, and all else is left to torch.
 """
 
 from __future__ import annotations
@@ -54,12 +58,13 @@ def staying(module: nn.Module, function: _Function) -> _Function:
     if isinstance(function, _Staying):  # made for the module's parent, which may belong to another install
         function = function.function
     session = session_of(module)
-    if session is None or session.device.type == "cpu" or getattr(function, "__module__", None) not in _TORCH:
+    if session is None or getattr(function, "__module__", None) not in _TORCH:
         return function
     held = vars(module)
     own = [tensor for key in ("_parameters", "_buffers") for tensor in held[key].values()]
-    elsewhere = [t for t in own if t is not None and t.device != session.device and not t.is_meta]
-    return _Staying(function, session, elsewhere) if elsewhere else function
+    on_cpu = session.device.type == "cpu"
+    masters = [t for t in own if t is not None and not t.is_meta and (on_cpu or t.device != session.device)]
+    return _Staying(function, session, masters) if masters else function
 
 
 class _Staying(TorchFunctionMode):
@@ -86,13 +91,15 @@ class _Staying(TorchFunctionMode):
         device: torch.device = self._session.device
         if func is torch.Tensor.to:
             target, dtype, non_blocking, memory_format = torch._C._nn._parse_to(*args[1:], **kwargs)
-            if target is not None and _with_index(target) == device:
-                _tell(self._session)
+            if target is not None and _canonical(target) == device:
                 options = {} if memory_format is None else {"memory_format": memory_format}
+                if device.type == "cpu":
+                    return args[0].to(device, dtype, non_blocking, **options)
+                _tell(self._session)
                 return args[0].to(args[0].dtype if dtype is None else dtype, non_blocking, **options)
-        elif func is getattr(torch.Tensor, device.type, None):  # `Tensor.cuda` and its like
+        elif device.type != "cpu" and func is getattr(torch.Tensor, device.type, None):  # as `Tensor.cuda`
             given = args[1] if len(args) > 1 else kwargs.get("device")
-            if _with_index(_device_named(device.type, given)) == device:
+            if _canonical(_device_named(device.type, given)) == device:
                 _tell(self._session)
                 return args[0]
         return func(*args, **kwargs)
@@ -104,8 +111,11 @@ def _device_named(kind: str, given: Any) -> torch.device:
     return torch.device(kind, given) if isinstance(given, int) else torch.device(given)
 
 
-def _with_index(device: torch.device) -> torch.device:
-    if device.index is not None or device.type in ("cpu", "meta"):
+def _canonical(device: torch.device) -> torch.device:
+    """Return the device as tensors name theirs: an accelerator has an index, the CPU has none."""
+    if device.type == "cpu":
+        return torch.device("cpu")
+    if device.index is not None or device.type == "meta":
         return device
     return torch.device(device.type, torch.accelerator.current_device_index())
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,17 +31,28 @@ def to(provider: Provider) -> dict[str, Callable[[nn.Module], Any]]:
         "tensor": lambda m: m.to(torch.empty(0, device=device)),
         "method": lambda m: getattr(m, device.type)(),
     }
-    if device.type != "cpu":
+    if device.type == "cpu":  # accelerate sends models to "cpu:0", which torch takes for another device
+        ways["CPU 0"] = lambda m: m.to(torch.device("cpu", 0))
+        ways["text of CPU 0"] = lambda m: m.to("cpu:0")
+        ways["keyword of CPU 1"] = lambda m: m.to(device="cpu:1", non_blocking=True)
+    else:
         ways["method of an index"] = lambda m: getattr(m, device.type)(device.index)
         ways["index"] = lambda m: m.to(device.index)
     return ways
 
 
 WAYS = ["device", "text", "no index", "keyword", "tensor", "method", "method of an index", "index"]
+CPU_WAYS = ["CPU 0", "text of CPU 0", "keyword of CPU 1"]
 
 
 def told(caught: list[warnings.WarningMessage]) -> list[str]:
     return [str(w.message) for w in caught if issubclass(w.category, dynswap_ext.DynswapWarning)]
+
+
+def addresses_of(model: nn.Module) -> list[int]:
+    """Return where masters and their gradients are in memory."""
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    return [tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers(), *grads)]
 
 
 def times(provider: Provider) -> int:
@@ -48,10 +60,10 @@ def times(provider: Provider) -> int:
     return 0 if provider.device.type == "cpu" else 1
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", WAYS + CPU_WAYS)
 def test_masters_stay(provider: Provider, way: str) -> None:
     if way not in to(provider):
-        pytest.skip("the CPU has no index")
+        pytest.skip("for other devices")
     model = mlp()
     moved, handle = provider.pair(model)
     masters = list(model.parameters())
@@ -59,6 +71,7 @@ def test_masters_stay(provider: Provider, way: str) -> None:
     assert_same_training_step(model, moved, lambda m: m(x))
     for p in masters:
         assert p.grad is not None
+    addresses = addresses_of(model)
     handle.reset_stats()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -71,6 +84,7 @@ def test_masters_stay(provider: Provider, way: str) -> None:
     assert all("uninstall(model)" in t for t in told(caught))
     assert handle.stats().bytes_moved == 0
     assert [a is b for a, b in zip(model.parameters(), masters, strict=True)] == [True] * 6
+    assert addresses_of(model) == addresses
     assert {(p.device, p.grad.device, p.dtype) for p in masters if p.grad is not None} == {
         (HOME, HOME, torch.float32)
     }
@@ -126,11 +140,31 @@ def test_a_notice_that_is_an_error_changes_nothing(provider: Provider) -> None:
     assert_same_training_step(model, moved, lambda m: m(x))
 
 
+def test_mapped_masters_stay_mapped(provider: Provider, tmp_path: Path) -> None:
+    model = testing.map_from_file(mlp(), tmp_path / "masters.pt")
+    moved, handle = provider.pair(model, None)
+    addresses = addresses_of(model)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for name in CPU_WAYS if provider.device.type == "cpu" else ["device"]:
+            to(provider)[name](model)
+    assert len(told(caught)) == times(provider)
+    assert addresses_of(model) == addresses
+    assert_same_output(model, moved, provider.randn(3, 16, dtype=torch.float32))
+    if provider.native:  # pure Python hands mapped memory out as it is on the CPU
+        assert handle.stats().bytes_moved > 0
+        assert {row.source for row in handle.report().rows} == {"file"}
+
+
 @pytest.mark.filterwarnings("ignore::dynswap_ext.DynswapWarning")
-def test_a_cast_in_the_same_call_is_done(provider: Provider) -> None:
+@pytest.mark.parametrize("index", [False, True], ids=["the device", "the CPU's index"])
+def test_a_cast_in_the_same_call_is_done(provider: Provider, index: bool) -> None:
+    if index and provider.device.type != "cpu":
+        pytest.skip("for other devices")
     model = ConvNet().eval()
     _, handle = provider.pair(model)
-    model.to(provider.device, torch.float16, memory_format=torch.channels_last)
+    device = torch.device("cpu", 0) if index else provider.device
+    model.to(device, torch.float16, memory_format=torch.channels_last)
     assert {p.device for p in model.parameters()} == {HOME}
     assert {p.dtype for p in model.parameters()} == {torch.float16}
     assert model.conv.get_parameter("weight").is_contiguous(memory_format=torch.channels_last)
@@ -222,7 +256,13 @@ def test_what_is_not_a_master_moves(provider: Provider) -> None:
     moved = testing.moved(wrapper, provider.device)
     state = state_copy(model)
     provider.install(model)
+    addresses = addresses_of(model)
     wrapper.to(provider.device)
+    if provider.device.type == "cpu":
+        plain = [model.table.data_ptr(), wrapper.head.weight.data_ptr()]
+        wrapper.to("cpu:0")
+        assert model.table.data_ptr() != plain[0] and wrapper.head.weight.data_ptr() != plain[1]
+    assert addresses_of(model) == addresses
     assert model.table.device == wrapper.head.weight.device == provider.device
     assert {p.device for p in model.parameters()} == {HOME}
     assert_same_training_step(wrapper, moved, lambda m: m(provider.randn(3, 16)))

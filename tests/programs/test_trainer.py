@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+import dynswap_ext
 from conftest import Provider, accelerate_knows
 from programs import assert_told_once, library, seeded
 from sparse_rows import Sentences, llama_classifier
-from ways import MAPPED, SMALLEST, TRAINING_WAYS, Way, beside_plain, masters
+from ways import CAST, MAPPED, SMALLEST, TRAINING_WAYS, Way, beside_plain, masters
 
 transformers = library("transformers")
 library("accelerate")
@@ -92,6 +93,39 @@ def test_default_arguments(
 ) -> None:
     beside_plain(provider, way, tmp_path, llama_classifier, training(provider, tmp_path))
     assert_told_once(recwarn, 0)  # the trainer moves the model, not the user
+
+
+@pytest.fixture
+def one_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let accelerate find what a launcher of one process leaves, so that Trainer sends models to "cpu:0"."""
+    ranks = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1}
+    for name, value in {**ranks, "MASTER_PORT": 29500}.items():  # accelerate sets those that are missing
+        monkeypatch.setenv(name, str(value))
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+    library("accelerate.state").AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("way", [MAPPED, CAST], ids=str)
+def test_sent_to_the_cpu_by_its_index(
+    provider: Provider, way: Way, tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    if provider.device.type != "cpu":
+        pytest.skip("other devices have an index")
+
+    def program(model: Any) -> Any:
+        made, seen = trainer(provider, model, tmp_path)
+        assert str(made.args.device) == "cpu:0"
+        before = [p.data_ptr() for p in model.parameters()]
+        made.train()
+        if dynswap_ext.is_installed(model):
+            assert [p.data_ptr() for p in model.parameters()] == before
+        return seen.logged, seen.gradients
+
+    beside_plain(provider, way, tmp_path, llama_classifier, program)
+    assert_told_once(recwarn, 0)
 
 
 @pytest.mark.parametrize(

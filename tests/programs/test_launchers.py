@@ -1,10 +1,12 @@
-"""A program of `transformers.Trainer` that torchrun starts, as two ranks on the CPU.
+"""A program of `transformers.Trainer` that torchrun and accelerate start, as two ranks on the CPU.
 
-Each rank trains a plain model and an installed one: the losses and the weights are the same to the bit.
+Each rank trains a plain model and an installed one: the losses and the weights are the same to the bit, and
+the masters stay where they were.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -19,7 +21,7 @@ transformers = library("transformers")
 library("accelerate")
 
 _PROGRAM = """
-import os, sys
+import json, os, sys
 import torch, transformers
 import dynswap_ext
 from dynswap_ext import testing
@@ -59,36 +61,52 @@ plain = make()
 losses = train(plain, "plain")
 assert torch.distributed.get_world_size() == 2
 installed = make()
-# On the CPU, Trainer copies what a model has: with `.to("cpu:0")`, which is not "cpu" to torch.
 if adapters == "lora":
     assert dynswap_ext.share_masters(installed).shared > 0
 else:
     testing.map_from_file(installed, f"{folder}/masters.{rank}")
 handle = dynswap_ext.install(installed, device="cpu", budget="minimum", provider=provider)
+before = [p.data_ptr() for p in installed.parameters()]
 again = train(installed, "installed")
 assert again == losses, (again, losses)
 assert len(set(losses)) > 1
 for (name, a), b in zip(installed.named_parameters(), plain.parameters(), strict=True):
     testing.assert_bit_equal(a.detach(), b.detach(), name)
-assert handle.active
+assert [p.data_ptr() for p in installed.parameters()] == before  # Trainer has sent them to "cpu:0"
+told = {"moved": handle.stats().bytes_moved, "masters": handle.report().host.masters}
+with open(f"{folder}/told.{rank}", "w") as file:
+    json.dump(told, file)
 handle.uninstall()
 torch.distributed.barrier()
 torch.distributed.destroy_process_group()
 """
 
-_TORCHRUN = ["torch.distributed.run", "--nproc-per-node=2", "--master-port=0", "--rdzv-backend=c10d"]
+_LAUNCHERS = {
+    "torchrun": ["torch.distributed.run", "--nproc-per-node=2", "--master-port=0", "--rdzv-backend=c10d"],
+    # With `--cpu`, accelerate starts several processes only by mpirun.
+    "accelerate launch": [
+        "accelerate.commands.launch",
+        "--multi_gpu",
+        "--num_processes=2",
+        "--num_machines=1",
+        "--main_process_port=0",
+        "--mixed_precision=no",
+        "--dynamo_backend=no",
+    ],
+}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("adapters", ["full", "lora"])
-def test_trainer(provider: Provider, tmp_path: Path, adapters: str) -> None:
+@pytest.mark.parametrize("launcher", _LAUNCHERS)
+def test_trainer(provider: Provider, tmp_path: Path, launcher: str, adapters: str) -> None:
     if provider.device.type != "cpu":
         pytest.skip("gloo averages the gradients of masters in RAM")
     if adapters == "lora":
         library("peft")
     script = tmp_path / "program.py"
     script.write_text(_PROGRAM)
-    command = [sys.executable, "-m", *_TORCHRUN, str(script), str(tmp_path)]
+    command = [sys.executable, "-m", *_LAUNCHERS[launcher], str(script), str(tmp_path)]
     done = subprocess.run(
         [*command, "native" if provider.native else "python", adapters],
         env={**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"},
@@ -98,6 +116,11 @@ def test_trainer(provider: Provider, tmp_path: Path, adapters: str) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    if adapters == "full":
-        saved = [tmp_path / name / "model.safetensors" for name in ("plain", "installed")]
-        assert saved[0].read_bytes() == saved[1].read_bytes()
+    told = [json.loads((tmp_path / f"told.{rank}").read_text()) for rank in range(2)]
+    if adapters == "lora":  # the frozen weights are still one copy, which rank 0 counts
+        assert told[1]["masters"] < told[0]["masters"] / 4
+        return
+    if provider.native:  # pure Python hands mapped memory out as it is
+        assert all(each["moved"] > 0 for each in told)
+    saved = [tmp_path / name / "model.safetensors" for name in ("plain", "installed")]
+    assert saved[0].read_bytes() == saved[1].read_bytes()
