@@ -21,7 +21,7 @@ from torch.nn.utils import parametrize
 import dynswap_ext
 from conftest import Provider
 from dynswap_ext import testing
-from dynswap_ext._swap.state import named_modules_of
+from dynswap_ext._swap.state import modules_of, named_modules_of
 from dynswap_ext._util.own_masters import own_masters
 from dynswap_ext.compat import DynamicSwapInstaller
 
@@ -420,6 +420,25 @@ def test_a_tree_may_grow_while_it_is_walked() -> None:
         walked.append(path)
         model[0].append(nn.Identity())
     assert walked == ["", "0", "0.0", "0.1", "0.2", "0.3", "1"]
+
+
+def test_a_tree_may_grow_while_a_module_s_children_are_listed() -> None:
+    """Another thread may add a module before any instruction of the walk."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)))
+
+    def change(frame: FrameType, event: str, argument: object) -> Callable[..., object]:
+        frame.f_trace_opcodes = True
+        if frame.f_code is modules_of.__code__ and event == "opcode":
+            model._modules[f"extra{len(model)}"] = nn.Identity()
+        return change
+
+    before = sys.gettrace()
+    sys.settrace(change)
+    try:
+        found = modules_of(model)
+    finally:
+        sys.settrace(before)
+    assert [type(each) for each in found][:2] == [nn.Sequential, nn.Linear]
 
 
 def test_masters_may_come_while_they_are_listed() -> None:

@@ -61,7 +61,7 @@ def modules_of(root: nn.Module) -> list[nn.Module]:
             continue
         found[key] = module
         if (children := module._modules) and not is_scripted(type(module)):
-            stack.extend(reversed(children.values()))
+            stack.extend(list(children.values())[::-1])  # in one step: other threads may change them
     return list(found.values())
 
 
