@@ -413,6 +413,12 @@ PyObject* Session::with_class_of_master(const Weight& weight, PyObject* master, 
   return Py_NewRef(rebuilt.ptr());
 }
 
+py::object copied_by_torch(const py::object& master, const at::Device& device, at::ScalarType dtype,
+                           bool copy) {
+  const KeptLocked kept(THPVariable_Unpack(master.ptr()), device);
+  return master.attr("to")(py::cast(device), py::cast(dtype), py::arg("copy") = copy);
+}
+
 PyObject* Session::convert(const Weight& weight, PyObject* master) const {
   if (weight.mapped && copyable(THPVariable_Unpack(master))) {
     const PlainTorch guard;

@@ -54,8 +54,8 @@ py::object Session::fetch_whole(const py::object& master_object) {
   const at::Tensor& master = THPVariable_Unpack(master_object.ptr());
   Weight* const found = closed_ ? nullptr : table_->find(master.unsafeGetTensorImpl());
   if (found == nullptr)
-    return master_object.attr("to")(py::cast(options_.device),
-                                    py::cast(wanted_type(master, options_.dtype, Casting::to_dtype)));
+    return copied_by_torch(master_object, options_.device,
+                           wanted_type(master, options_.dtype, Casting::to_dtype), /*copy=*/false);
   const std::shared_ptr<Weight> whole = found->shared_from_this();
   const bool first =
       sliced(*whole) && inside_call_of(*this) && read_whole_->note(master.unsafeGetTensorImpl());

@@ -151,6 +151,11 @@ def _copied(tensor: torch.Tensor, device: torch.device, dtype: torch.dtype) -> t
     return tensor.to(device=device, dtype=dtype, copy=True)
 
 
+#: What copies a master for a graph if no session hands it out. The native provider has a function that keeps
+#: its memory page-locked meanwhile.
+copied: Callable[[torch.Tensor, torch.device, torch.dtype], torch.Tensor] = _copied
+
+
 # Invariant: the result has the strides of `_copied`, because the graph is compiled for the strides that
 # `_traced` gets from it. The tag keeps the operator out of CUDA graphs (mode="reduce-overhead"): a replay
 # would read what the first call has streamed.
@@ -161,7 +166,7 @@ def _fetch(master: torch.Tensor, device: torch.device, dtype: torch.dtype) -> to
     with torch.no_grad():
         handed_out = None if fetch_master is None else fetch_master(master)
         # It is None if no native session serves the master any more, or if this is a view of a master.
-        return _copied(master if handed_out is None else handed_out, device, dtype)
+        return copied(master if handed_out is None else handed_out, device, dtype)
 
 
 @_fetch.register_fake

@@ -149,6 +149,46 @@ def test_what_torch_copies_stays_page_locked_until_it_is_copied(gpu: Gpu) -> Non
     assert not registered()
 
 
+class Stack(nn.Module):
+    """Experts of which a forward reads two, and keeps what it was handed out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_experts = 8
+        self.up = nn.Parameter(torch.randn(8, WIDTH, WIDTH), requires_grad=False)
+        self.kept: list[torch.Tensor] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.kept = [self.up]
+        return x @ self.kept[0][1] @ self.kept[0][3]
+
+
+def test_what_an_earlier_install_s_experts_copy_stays_page_locked_until_it_is_copied(gpu: Gpu) -> None:
+    model = Stack()
+    before = model.up.detach().clone()
+    options = {"dtype": torch.float32, "prefetch": 0, "budget": 3 * WIDTH * WIDTH * 4}
+    gpu.install(model, **options)
+    model(torch.randn(2, WIDTH, device=gpu.device))
+    (held,) = model.kept
+    assert type(held) is not torch.Tensor  # it is served by slices
+    handle = gpu.install(model, **options)
+    if pretend_cuda.active():
+        pretend_cuda.faults().unpinning_waits = False
+    read: list[torch.Tensor] = []
+
+    def read_late() -> None:
+        gpu.delay(400)  # the copy waits behind it
+        read.append(held + 0)
+
+    thread = threading.Thread(target=read_late)
+    thread.start()
+    time.sleep(0.1)
+    handle.uninstall()
+    thread.join()
+    testing.assert_bit_equal(read[0].cpu(), before)
+    assert not registered()
+
+
 def test_what_comes_to_the_same_address_is_copied_as_it_is(gpu: Gpu) -> None:
     model = Exact(layers=3).eval()
     gpu.install(model, dtype=torch.float64)
