@@ -224,7 +224,7 @@ class Twins:
 
     def assert_streamed(self, before: int) -> None:
         """Assert that a call with the smallest budget moves bytes; else a right output proves nothing."""
-        if self.handle is None or self.direct or self.options.get("budget") is not None or self.held:
+        if self.handle is None or self.direct or self.handle.budget is not None or self.held:
             return
         stats = self.handle.stats()
         if stats.groups > self.options.get("prefetch", 2) + 2:
