@@ -320,6 +320,8 @@ class Installation(ServedModules):
             self._model()
             automatic = self.budget.automatic if budget is None else config.is_automatic(budget)
             if automatic:
+                if self.options.mesh is not None:
+                    config.refuse_automatic_of_ranks()
                 config.check_measurable(self.options.device)
             if budget is None or automatic:
                 self.tuner.measure(replace(self.budget, automatic=automatic))

@@ -445,6 +445,7 @@ def _extension() -> _Extension:
     take_to_master.insert(0, module.take_to_master)
     handed_out_again.insert(0, lambda _: lambda master: module.fetch(master, True))
     compile_support.fetch_master = module.fetch
+    compile_support.copied = module.copied
 
     if hasattr(module, "release_idle_nodes"):
         # Idle autograd nodes refer to masters, whose hooks may refer to the model. The collector cannot see

@@ -9,6 +9,8 @@ DYNSWAP_ENGINE_BACKEND : {"auto", "cuda", "torch", "host"}
     How the native provider copies to an accelerator. ``cuda`` calls the CUDA runtime, where the extension was
     built with it; ``torch`` uses torch's own streams. ``auto`` (the default) takes ``cuda`` where it can.
     ``host`` is for the CPU alone.
+DYNSWAP_MESH : {"auto", "always"}
+    Where ranks share out copies (`mesh=`): where that is faster (``auto``, the default), or ``always``.
 DYNSWAP_LOG : {"debug", "info", "warning", "error", "off"}
     Logs to stderr from that level on. Default: the logger "dynswap_ext" is silent, unless the program
     configures it.
@@ -25,8 +27,8 @@ import logging
 import os
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Final, NamedTuple
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Final, NamedTuple, NoReturn
 
 import torch
 
@@ -37,6 +39,7 @@ from dynswap_ext._util.memory import (
     AUTO,
     MINIMUM,
     all_bytes,
+    exact_bytes,
     first_budget,
     format_bytes,
     free_bytes,
@@ -44,11 +47,16 @@ from dynswap_ext._util.memory import (
     parse_bytes,
     ram_limit,
 )
+from dynswap_ext._util.mesh import Mesh
 from dynswap_ext._util.option_names import did_you_mean
 from dynswap_ext._util.progress import ProgressOption, check_progress
 from dynswap_ext._util.units import parse_dtype
 from dynswap_ext._util.warn import warn
 from dynswap_ext.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
 #: The share of the free RAM into which reads of checkpoint files may be cached. The rest is left for other
 #: memory that may grow.
@@ -118,6 +126,8 @@ class Options:
     provider: str
     #: Whether to raise, not to allocate outside the budget, if tensors that the program keeps fill it.
     strict_budget: bool
+    #: The ranks among which copies are shared out; None: this process copies for itself.
+    mesh: Mesh | None
     #: Bytes of the device that an automatic budget leaves to others, checked at each pass; None: a small
     #: part, checked only when a plan is made.
     headroom: int | None
@@ -139,6 +149,7 @@ def resolve(
     host_budget: int | float | str = "auto",
     provider: str = "auto",
     strict_budget: bool = False,
+    mesh: DeviceMesh | ProcessGroup | None = None,
     headroom: int | float | str | None = None,
     keep: str | Sequence[str] = (),
     ignore: str | Sequence[str] = (),
@@ -167,7 +178,7 @@ def resolve(
             )
     planned = None if saved is None else _budget_of(saved, budget, prefetch, where, room)
     chosen = _one_of(PROVIDERS, "provider", provider)
-    return Options(
+    options = Options(
         device=where,
         dtype=_dtype(dtype),
         prefetch=_prefetch(prefetch) if saved is None else saved.prefetch,
@@ -177,11 +188,13 @@ def resolve(
         host_budget=_host_budget(host_budget, where),
         provider=provider_from_environment() if chosen == "auto" else chosen,
         strict_budget=_flag("strict_budget", strict_budget),
+        mesh=None,
         headroom=room,
         keep=_patterns("keep", keep),
         ignore=_patterns("ignore", ignore),
         progress=check_progress(progress),
     )
+    return options if mesh is None else replace(options, mesh=_mesh(mesh, options))
 
 
 #: The names of all options of `dynswap_ext.install`.
@@ -357,6 +370,23 @@ def _host_budget(given: int | float | str, device: torch.device) -> HostBudget:
             "('48GiB'), or a fraction of the RAM"
         )
     return HostBudget(min(sys.maxsize, amount if isinstance(amount, int) else _part_of_all_ram(amount)))
+
+
+def refuse_automatic_of_ranks() -> NoReturn:
+    """Raise ConfigError for an automatic budget of an install with `mesh=`."""
+    raise ConfigError(
+        "mesh is given, and budget is 'auto', with which each rank would choose other weights to stay on "
+        "its device; expected a budget that is the same for all ranks, such as budget='6GiB'"
+    )
+
+
+def _mesh(given: DeviceMesh | ProcessGroup, options: Options) -> Mesh:
+    if options.budget.automatic:
+        refuse_automatic_of_ranks()
+    asked = _one_of(("auto", "always"), "DYNSWAP_MESH", _environment("DYNSWAP_MESH") or "auto")
+    same = {name: getattr(options, name) for name in ("dtype", "prefetch", "keep", "ignore")}
+    same["budget"] = MINIMUM if options.budget.bytes is None else exact_bytes(options.budget.bytes)
+    return Mesh(given, same, always=asked == "always")
 
 
 def _patterns(option: str, given: str | Sequence[str]) -> tuple[str, ...]:

@@ -20,6 +20,7 @@ from dynswap_ext._swap.compile_support import flush_graphs
 from dynswap_ext.errors import BudgetError, OutOfMemoryError, ShortfallError
 from dynswap_ext.profile.recording import Recorder, figures_of
 from dynswap_ext.profile.report import Report
+from dynswap_ext.profile.shared_out import SharedOut
 from dynswap_ext.profile.shortfalls import shortfalls
 from dynswap_ext.profile.stats import Stats
 from dynswap_ext.profile.timeline import write_plot
@@ -220,7 +221,12 @@ class Handle:
             headroom=install.options.headroom,
             giving_way=obstacle_to_giving_way(self.provider, self.device) if self.automatic else None,
             host=host_memory(),
+            shared_out=self._shared_out(),
         )
+
+    def _shared_out(self) -> SharedOut | None:
+        mesh, figures = self._install.options.mesh, self._install.session.shared_out()
+        return None if mesh is None or figures is None else SharedOut(ranks=mesh.size, **figures)
 
     def check(self, *, stalled: float | None = None, staged: float = 0.0) -> None:
         """Raise an error if the install does less than it was asked for, as a check for tests and jobs.

@@ -6,7 +6,7 @@ import functools
 import time
 from collections.abc import Sequence
 from os import PathLike
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import nn
@@ -32,6 +32,10 @@ from dynswap_ext.config import DEFAULT_PREFETCH
 from dynswap_ext.errors import ConfigError
 from dynswap_ext.handle import Handle
 
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
 _Given = TypeVar("_Given")
 
 
@@ -47,6 +51,7 @@ def install(
     host_budget: int | float | str = "auto",
     provider: str = "auto",
     strict_budget: bool = False,
+    mesh: DeviceMesh | ProcessGroup | None = None,
     headroom: int | float | str | None = None,
     keep: str | Sequence[str] = (),
     ignore: str | Sequence[str] = (),
@@ -115,6 +120,15 @@ def install(
         Whether to raise `BudgetError` if tensors that the program keeps (`module.weight` in a list, say)
         leave no room within the budget. Default: allocate outside it, count the bytes (``overflow_bytes``,
         the most at one time) and, if `budget` is not ``"minimum"``, warn once.
+    mesh : torch.distributed.device_mesh.DeviceMesh or torch.distributed.ProcessGroup, optional
+        Ranks of this host that share out the copies, such as ``torch.distributed.group.WORLD``: each brings
+        its part of every group of weights to its device, and the devices exchange the parts, over links that
+        are faster than the bus. All of them call this at the same time, with the same `budget` (not
+        ``"auto"``), `dtype`, `prefetch`, `keep` and `ignore`; then each may call the model as often as it
+        likes. Shared out are groups of weights of which the ranks have one copy in RAM (`share_masters`) or
+        in a file (`checkpoint.load`); of others, each rank copies all bytes. If a rank has died, the next
+        call of each other one raises `SourceError`, and later calls go on without it. `Handle.report` says
+        what is shared out.
     headroom : int, float or str, optional
         Device memory that ``budget="auto"`` leaves to others, such as another process on the same card:
         bytes, a string (``"2GiB"``), or a fraction of the device's memory. The driver is asked at the
@@ -144,8 +158,8 @@ def install(
     ------
     ConfigError
         An option has a value that cannot be used, a master is on the meta device, the model is sharded
-        (FSDP, `fully_shard`), hooks of another library move its weights, a container holds no module, or a
-        list or tuple holds something that is no model.
+        (FSDP, `fully_shard`), hooks of another library move its weights, a container holds no module, a list
+        or tuple holds something that is no model, or the ranks of `mesh` differ in an option.
     BudgetError
         The budget cannot hold the largest group (the weights that travel in one copy) and what `keep` names;
         ``smallest_bytes`` is the smallest that can.
@@ -163,6 +177,7 @@ def install(
         host_budget=host_budget,
         provider=provider,
         strict_budget=strict_budget,
+        mesh=mesh,
         headroom=headroom,
         keep=keep,
         ignore=ignore,
@@ -181,6 +196,11 @@ def install_with(given: Installable, options: config.Options, naming: ClassNamin
     begun = time.monotonic()
     with lock:
         provider = _provider.select(options.provider, options.device)
+        if options.mesh is not None and provider.name == "python":
+            warn(
+                "mesh= has no effect in pure Python, where each rank copies all bytes itself; install the "
+                "native extension on all ranks"
+            )
         choices = Choices(options.keep, options.ignore)
         choices.survey(model)
         modules = modules_of(model)

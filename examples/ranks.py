@@ -9,6 +9,7 @@ on the CPU. Only the first rank loads the model. The others make it on the meta 
 from __future__ import annotations
 
 import argparse
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -26,11 +27,17 @@ def main() -> None:
     parser.add_argument("folder", type=Path, help="the folder of a transformers checkpoint")
     parser.add_argument("prompts", type=Path, help="a text file with a prompt on each line")
     parser.add_argument("--budget", default="auto", help="memory for weights on each device")
+    parser.add_argument("--dtype", help="compute in this one, such as bfloat16 (default: the checkpoint's)")
+    parser.add_argument("--mesh", action="store_true", help="each device brings a part of every weight")
     parser.add_argument("--max-new-tokens", type=int, default=32)
     options = parser.parse_args()
+    if options.mesh and options.budget == "auto":
+        parser.error("--mesh needs a budget that is the same for all ranks, such as --budget 4GiB")
+    prompts = options.prompts.read_text().splitlines()
 
-    distributed.init_process_group("gloo")
+    distributed.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
     rank, world = distributed.get_rank(), distributed.get_world_size()
+    everyone = distributed.new_group(backend="gloo", timeout=timedelta(days=1))
     device = f"cuda:{rank % torch.cuda.device_count()}" if torch.cuda.is_available() else "cpu"
 
     tokenizer = AutoTokenizer.from_pretrained(options.folder)
@@ -44,15 +51,20 @@ def main() -> None:
     shared = dynswap_ext.share_masters(model)
     if rank == 0:
         print(shared)
-    handle = dynswap_ext.install(model, device=device, budget=options.budget)
+    mesh = distributed.group.WORLD if options.mesh else None
+    handle = dynswap_ext.install(model, device=device, dtype=options.dtype, budget=options.budget, mesh=mesh)
 
-    for prompt in options.prompts.read_text().splitlines()[rank::world]:
+    for prompt in prompts[rank::world]:
         inputs = tokenizer(prompt, return_tensors="pt").to(model.device)
         with torch.inference_mode():
             tokens = model.generate(**inputs, max_new_tokens=options.max_new_tokens, do_sample=False)[0]
         print(f"[rank {rank}] {tokenizer.decode(tokens, skip_special_tokens=True)}", flush=True)
+    distributed.barrier(everyone)  # with --mesh, a rank that has no more prompts brings its parts until then
+    if rank == 0 and options.mesh:
+        print(handle.report().shared_out)
+    distributed.barrier(everyone)
     handle.uninstall()
-    distributed.barrier()  # a rank that leaves while another still talks to it ends that one
+    distributed.barrier(everyone)  # a rank that leaves while another still talks to it ends that one
     distributed.destroy_process_group()
 
 

@@ -30,6 +30,7 @@ pytestmark = pytest.mark.alone
         "host_time",
         "install",
         "load",
+        "mesh",
         "next_experts",
         "plan",
         "ranks",
@@ -49,7 +50,7 @@ def test_tiny_run_writes_its_record(script: str, tmp_path: Path) -> None:
     more += ["--device", "cpu"] if script in ("access", "bandwidth", "install", "gpu_stack") else []
     done = run_script(script, "--tiny", "--output", str(tmp_path / "record.json"), *more)
     assert done.returncode == 0, done.stdout + done.stderr
-    if script in ("host_time", "plan", "virtual_clock") and "left out" in done.stdout:
+    if script in ("host_time", "mesh", "plan", "virtual_clock") and "left out" in done.stdout:
         pytest.skip("it needs the extension, which is not built, or the pretend device: " + done.stdout)
     record = json.loads((tmp_path / "record.json").read_text())
     assert record["bars"] and record["figures"] and record["complete"]
@@ -122,10 +123,11 @@ def test_on_a_gpu_the_suite_builds_for_it_and_lets_no_test_skip(monkeypatch: pyt
     ("layers", "published"),
     [
         (shapes.llama_3_8b(16), 8_030_261_248),
+        (shapes.llama_3_70b(16), 70_553_706_496),
         (shapes.flux_1(1024), 11_901_408_320),
         (shapes.sdxl_unet(128), 2_567_463_684),
     ],
-    ids=["Llama-3-8B", "FLUX.1", "SDXL"],
+    ids=["Llama-3-8B", "Llama-3-70B", "FLUX.1", "SDXL"],
 )
 def test_shapes_have_the_published_number_of_parameters(layers: list[shapes.Layer], published: int) -> None:
     assert sum(layer.elements for layer in layers) == published

@@ -11,13 +11,14 @@ BELOW = {
     "platform": set(),
     "core": {"platform"},
     "io": {"platform", "core"},
-    "sim": {"core"},
+    "mesh": {"platform", "core"},
+    "sim": {"platform", "core", "mesh"},
     "host": {"platform", "core", "io"},
     "transfer": {"platform", "core", "io"},
     "cuda": {"platform", "core", "io", "transfer"},
     "accelerator": {"platform", "core", "io", "host", "transfer", "cuda"},
-    "tensor": {"platform", "core", "io", "transfer", "accelerator"},
-    "session": {"platform", "core", "io", "sim", "accelerator", "tensor"},
+    "tensor": {"platform", "core", "io", "mesh", "transfer", "accelerator"},
+    "session": {"platform", "core", "io", "sim", "mesh", "accelerator", "tensor"},
     "python": {"platform", "core", "io", "sim", "host", "transfer", "accelerator", "tensor", "session"},
 }
 #: Headers that only csrc/platform includes.

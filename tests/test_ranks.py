@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-import ranks
+import forked_ranks
 from conftest import Provider
 
 pytestmark = [
@@ -101,7 +101,7 @@ def train(installed, plain, steps=3, what="step"):
 def run(provider: Provider, folder: Path, code: str, world: int = 2) -> list[dict[str, Any]]:
     if provider.device.type != "cpu":
         pytest.skip("gloo takes tensors in RAM")
-    told = ranks.run(_PAIR + code, world, folder, "native" if provider.native else "python")
+    told = forked_ranks.run(_PAIR + code, world, folder, "native" if provider.native else "python")
     if provider.native:  # pure Python computes with mapped masters where they are
         assert all(moved > 0 for each in told for moved in each.get("moved", ()))
     return told

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-import ranks
+import forked_ranks
 from dynswap_ext import share_masters
 from dynswap_ext.errors import ConfigError
 
@@ -52,7 +52,7 @@ def equal(a, b):
 
 
 def test_frozen_weights_are_shared_and_what_is_trained_is_each_ranks_own(tmp_path: Path) -> None:
-    told = ranks.run(
+    told = forked_ranks.run(
         _MODEL
         + """
 model = Model()
@@ -92,7 +92,7 @@ told["summary"] = [summary.ranks, summary.shared, summary.private, summary.mappe
 
 
 def test_a_rank_on_the_meta_device_gets_the_weights_of_the_first(tmp_path: Path) -> None:
-    ranks.run(
+    forked_ranks.run(
         _MODEL
         + """
 reference = Model()
@@ -152,7 +152,7 @@ _REFUSED = (
 
 
 def test_ranks_that_differ_are_all_told_which_and_nothing_has_changed(tmp_path: Path) -> None:
-    told = ranks.run(
+    told = forked_ranks.run(
         _MODEL
         + f"""
 for name, change, _ in {_REFUSED!r}:
@@ -177,7 +177,7 @@ for name, change, _ in {_REFUSED!r}:
 
 
 def test_an_optimizer_steps_on_a_copy_of_a_shared_weight(tmp_path: Path) -> None:
-    ranks.run(
+    forked_ranks.run(
         _MODEL
         + """
 model, reference = Model(), Model()
@@ -205,7 +205,7 @@ if rank == 0:
 
 
 def test_an_installed_model_streams_what_is_shared_and_one_rank_counts_it(tmp_path: Path) -> None:
-    told = ranks.run(
+    told = forked_ranks.run(
         _MODEL
         + """
 import copy
@@ -251,7 +251,7 @@ def test_a_host_has_one_copy(tmp_path: Path, place: str) -> None:
     if place == "file":
         weights = {f"{layer}.weight": torch.rand(512, 1024) for layer in range(48)}
         torch.save(weights, tmp_path / "model.pt")
-    told = ranks.run(
+    told = forked_ranks.run(
         _MODEL
         + _MEMORY
         + """
@@ -287,7 +287,7 @@ assert total == touch(model)
 
 
 def test_nothing_is_left_when_ranks_are_killed(tmp_path: Path) -> None:
-    told = ranks.run(
+    told = forked_ranks.run(
         _MODEL
         + """
 import signal, time
@@ -336,7 +336,7 @@ def test_without_a_process_group() -> None:
 
 
 def test_a_pipeline_is_refused_and_a_buffer_may_be_given_as_a_text(tmp_path: Path) -> None:
-    told = ranks.run(
+    told = forked_ranks.run(
         _MODEL
         + """
 try:
@@ -355,7 +355,7 @@ told["shared"] = share_masters(nn.BatchNorm1d(8, affine=False), buffers="running
 
 
 def test_a_model_that_is_not_frozen_is_warned_of_once(tmp_path: Path) -> None:
-    told = ranks.run(
+    told = forked_ranks.run(
         _MODEL
         + """
 import warnings
@@ -375,7 +375,7 @@ for name, model in (("trained", Model().requires_grad_()), ("frozen", Model()), 
 
 
 def test_a_rank_that_is_alone_on_its_host_says_so(tmp_path: Path) -> None:
-    (told,) = ranks.run(
+    (told,) = forked_ranks.run(
         _MODEL + "told['says'] = str(share_masters(nn.Linear(4, 4, bias=False).requires_grad_(False)))",
         1,
         tmp_path,

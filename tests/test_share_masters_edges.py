@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-import ranks
+import forked_ranks
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="shared memory without a file is Linux's")
 
@@ -35,7 +35,7 @@ def segments():
 
 @pytest.mark.parametrize("optimizer", ["SGD", "LBFGS"])
 def test_a_step_with_a_closure_is_on_a_copy(tmp_path: Path, optimizer: str) -> None:
-    ranks.run(
+    forked_ranks.run(
         _START
         + f"""
 torch.manual_seed(0)
@@ -63,7 +63,7 @@ assert torch.equal(model.weight, before) == (rank == 0)
 
 
 def test_what_is_trained_by_the_second_call_is_no_longer_shared(tmp_path: Path) -> None:
-    told = ranks.run(
+    told = forked_ranks.run(
         _START
         + """
 torch.manual_seed(0)
@@ -91,7 +91,7 @@ if rank == 0:
 
 
 def test_a_rank_on_the_meta_device_may_not_tie_what_the_first_has_twice(tmp_path: Path) -> None:
-    told = ranks.run(
+    told = forked_ranks.run(
         _START
         + """
 for tied in (0, 1):
@@ -113,7 +113,7 @@ for tied in (0, 1):
 
 
 def test_what_is_conjugated_when_it_is_read_is_refused(tmp_path: Path) -> None:
-    told = ranks.run(
+    told = forked_ranks.run(
         _START
         + """
 torch.manual_seed(0)
@@ -131,7 +131,7 @@ assert torch.equal(model.weight, value)
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_weights_made_in_inference_mode(tmp_path: Path, rank: int) -> None:
-    ranks.run(
+    forked_ranks.run(
         _START
         + f"""
 torch.manual_seed(0)
@@ -155,7 +155,7 @@ if rank == 1:
 
 
 def test_sparse_weights_and_unknown_wrappers_stay_private(tmp_path: Path) -> None:
-    told = ranks.run(
+    told = forked_ranks.run(
         _START
         + """
 class Opaque(torch.Tensor):
@@ -194,7 +194,7 @@ if rank == 0:
 
 @pytest.mark.parametrize("same", [True, False])
 def test_weights_that_ranks_have_mapped_from_two_files_are_compared(tmp_path: Path, same: bool) -> None:
-    told = ranks.run(
+    told = forked_ranks.run(
         _START
         + f"""
 from dynswap_ext import checkpoint
@@ -215,7 +215,7 @@ told["segments"] = segments()
 
 @pytest.mark.parametrize("native", [True, False])
 def test_thousands_of_weights_take_few_mappings_and_descriptors(tmp_path: Path, native: bool) -> None:
-    ranks.run(
+    forked_ranks.run(
         _START
         + f"""
 from dynswap_ext import _provider
@@ -238,7 +238,7 @@ assert all(weight.tolist() == [i] * 4 for i, weight in enumerate(model))
 
 
 def test_weights_are_not_read_if_no_other_rank_has_loaded_them(tmp_path: Path) -> None:
-    told = ranks.run(
+    told = forked_ranks.run(
         _START
         + """
 from dynswap_ext.sharing import outline
@@ -257,7 +257,7 @@ share_masters(model)
 
 
 def test_an_error_that_is_over_keeps_no_memory(tmp_path: Path) -> None:
-    ranks.run(
+    forked_ranks.run(
         _START
         + """
 import gc
@@ -279,7 +279,7 @@ assert not segments()
 
 
 def test_one_pattern_of_buffers_and_what_is_no_model(tmp_path: Path) -> None:
-    told = ranks.run(
+    told = forked_ranks.run(
         _START
         + """
 model = nn.BatchNorm1d(8)

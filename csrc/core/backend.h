@@ -40,6 +40,8 @@ class Event {
   /// When the copy ran that it is the end of, or (begin and end alike) when a mark was passed. Nothing before
   /// it is done, and where the backend took no time. Not under a lock.
   virtual std::optional<Interval> when() const noexcept { return std::nullopt; }
+  /// How many bytes of masters a copy reads, where these are not all of the request's.
+  virtual std::optional<std::uint64_t> bytes_read() const noexcept { return std::nullopt; }
 };
 
 /// Null stands for "already complete".
@@ -62,11 +64,24 @@ struct Step {
   std::vector<Piece> pieces;
 };
 
+/// All weights of a group, and the one run of device memory to which they are copied.
+struct WholeGroup {
+  struct Part {
+    SourcePtr source;
+    std::size_t offset = 0;  ///< bytes from `base`
+  };
+  std::uint32_t group = 0;
+  std::byte* base = nullptr;
+  std::size_t bytes = 0;
+  std::vector<Part> parts;
+};
+
 /// One group's copy. Steps carry their own waits, so that a large group can begin to arrive in memory
 /// whose earlier parts are already free.
 struct CopyRequest {
   std::vector<Step> steps;
-  bool demanded = false;  ///< somebody waits for it now: go before copies that were prefetched
+  bool demanded = false;            ///< somebody waits for it now: go before copies that were prefetched
+  std::optional<WholeGroup> whole;  ///< if the backend asks_for_whole_groups(), and it is one
 };
 
 /// What a plan has to know of a device: how weights lie in its memory, and what a copy to it costs. A backend
@@ -106,6 +121,9 @@ class Backend {
 
   /// What a plan has to know of the device; does not change.
   virtual const DeviceTraits& traits() const noexcept = 0;
+
+  /// Whether copy() wants to know which requests are of whole groups in the arena.
+  virtual bool asks_for_whole_groups() const noexcept { return false; }
 
   /// Blocks of device memory, aligned to traits().alignment. Throws OutOfMemory. Does not synchronise.
   virtual Memory allocate(std::size_t bytes) = 0;

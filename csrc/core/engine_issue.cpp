@@ -58,6 +58,15 @@ CopyRequest Engine::request(const Planned& planned) const {
                     });
     }
   }
+  if (backend_->asks_for_whole_groups() && planned.copy->place == Place::arena) {
+    WholeGroup whole{planned.copy->group, planned.copy->base, planned.copy->bytes, {}};
+    for (std::size_t i = 0; i < group.weights.size(); ++i) {
+      const SourcePtr& source = planned.sources[i];
+      if (!source || !source->has_bytes) return request;
+      whole.parts.push_back({source, weights_[group.weights[i]].offset});
+    }
+    request.whole = std::move(whole);
+  }
   return request;
 }
 
@@ -77,6 +86,7 @@ void Engine::issue(std::vector<Planned>& planned) {
         copy.base = copy.memory.get();
       }
       copied = backend_->copy(request(item));
+      if (copied) bytes = copied->bytes_read().value_or(bytes);
       recorder_.copied(copy.group, copied, item.demanded, bytes);
     } catch (...) {
       error = std::current_exception();

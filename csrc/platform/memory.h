@@ -25,6 +25,9 @@ void* map_memory(std::size_t bytes) noexcept;
 /// `bytes` of an open file, from `offset` (a multiple of the page size) on: what one process writes there,
 /// others read. Null if they cannot be mapped, with the reason in errno, and on Windows.
 void* map_shared(int file, std::uint64_t offset, std::size_t bytes) noexcept;
+
+/// The number by which the system knows an open file; 0 if it does not tell.
+std::uint64_t inode_of(int file) noexcept;
 /// Gives memory of either kind back. `bytes` is what they were mapped with.
 void unmap_memory(void* address, std::size_t bytes) noexcept;
 

@@ -1,6 +1,7 @@
 #include "platform/memory.h"
 
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 namespace dynswap {
@@ -23,6 +24,11 @@ void* map_shared(int file, std::uint64_t offset, std::size_t bytes) noexcept {
   void* const address =
       ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, static_cast<off_t>(offset));
   return address == MAP_FAILED ? nullptr : address;
+}
+
+std::uint64_t inode_of(int file) noexcept {
+  struct stat status{};
+  return fstat(file, &status) == 0 ? static_cast<std::uint64_t>(status.st_ino) : 0;
 }
 
 void unmap_memory(void* address, std::size_t bytes) noexcept { ::munmap(address, bytes); }

@@ -128,13 +128,15 @@ py::tuple smallest_budget(const std::vector<LayerTuple>& weights, const Places& 
 py::dict simulate(const std::vector<LayerTuple>& weights, std::size_t budget, std::uint32_t prefetch,
                   double bandwidth, double latency, int passes, const std::string& placement,
                   const Places& places, const std::string& backend, const std::set<std::uint64_t>& at_once,
-                  const ByUse& by_use, const AlsoIn& also_in, std::optional<std::pair<double, double>> host) {
+                  const ByUse& by_use, const AlsoIn& also_in, std::optional<std::pair<double, double>> host,
+                  std::optional<std::pair<std::size_t, double>> mesh) {
   if (placement != "even" && placement != "timed") {
     throw py::value_error("placement is '" + placement + "'; expected 'even' or 'timed'");
   }
   const auto residents = placement == "timed" ? sim::Residents::by_time : sim::Residents::even;
   sim::Workload workload = workload_of(weights, places, backend, at_once, by_use, also_in);
   if (host) workload.host = sim::HostTimes{host->first, host->second};
+  if (mesh) workload.mesh = sim::Mesh{mesh->first, mesh->second};
   EngineOptions options;
   options.budget = budget;
   options.prefetch = prefetch;
@@ -147,6 +149,7 @@ py::dict simulate(const std::vector<LayerTuple>& weights, std::size_t budget, st
   out["seconds_per_pass"] = result.seconds;
   out["compute_seconds"] = result.compute_seconds;
   out["copy_seconds"] = result.copy_seconds;
+  out["link_seconds"] = result.link_seconds;
   out["limit_seconds"] = result.limit_seconds;
   out["ratio"] = result.ratio;
   out["stall_seconds"] = result.stall_seconds;
@@ -156,6 +159,8 @@ py::dict simulate(const std::vector<LayerTuple>& weights, std::size_t budget, st
   out["resident_bytes"] = result.resident_bytes;
   out["arena_bytes"] = result.arena_bytes;
   out["groups"] = result.groups;
+  out["copies"] = result.copies;
+  out["gathered"] = result.gathered;
   out["slot_bytes"] = result.slot_bytes;
   out["depth"] = result.depth;
   return out;
@@ -305,6 +310,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("stats", [](const Session& session) { return as_dict(session.stats()); })
       .def("reset_stats", &Session::reset_stats)
       .def("groups", &Session::groups)
+      .def("shared_out", &Session::shared_out)
       .def("services", &Session::services, py::arg("module"))
       .def("fetch_buffer", &Session::fetch_buffer, py::arg("module"), py::arg("name"))
       .def("fetch_slice", &Session::fetch_slice, py::arg("master"), py::arg("index"))
@@ -328,6 +334,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       "fetch", &fetch, py::arg("master"), py::arg("moved") = false,
       "What a forward gets for a master, which may have `moved` to other memory; None if no install of this "
       "process serves it.");
+  m.def("copied", &copied_by_torch, py::arg("master"), py::arg("device"), py::arg("dtype"),
+        py::arg("copy") = true,
+        "A copy of a master on a device, made by torch. What is page-locked of it stays so until then.");
   m.def("note_untracked_alias", &note_untracked_alias, py::arg("tensor"), py::arg("alias"),
         "Notes that `.data` of a handed-out tensor was taken outside a forward: an alias with a version "
         "counter of its own. From now on that counter and the tensor's bytes tell whether it was written. "
@@ -369,6 +378,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       py::arg("latency"), py::arg("passes"), py::arg("placement") = "even", py::arg("places") = Places{},
       py::arg("backend") = "cuda", py::arg("at_once") = std::set<std::uint64_t>(),
       py::arg("by_use") = ByUse{}, py::arg("also_in") = AlsoIn{}, py::arg("host") = py::none(),
+      py::arg("mesh") = py::none(),
       "Runs the engine on a virtual clock. weights: (name, bytes, compute seconds, unit) in the order of "
       "use; budget in bytes (0: only what prefetch needs); bandwidth in bytes a second; latency in seconds a "
       "copy; placement: residents spread evenly (\"even\"), or by what they save (\"timed\"); places: for "
@@ -377,7 +387,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       "a whole; by_use: the units that are experts, with the part of the experts of a layer that a pass "
       "uses; also_in: by a weight's number, the units of other modules that have it and need it at once; "
       "host: the seconds that the host takes to enqueue a weight's copy, and a module's kernels. It runs "
-      "ahead, and waits at the end of each pass (None: it takes no time, and keeps pace with the device).");
+      "ahead, and waits at the end of each pass (None: it takes no time, and keeps pace with the device); "
+      "mesh: the ranks that share out the copies, and the bytes a second at which each receives what the "
+      "others have brought (None: each copies all bytes). They need three passes to know the order of use.");
   m.def("smallest_budget", &smallest_budget, py::arg("weights"), py::arg("places") = Places{},
         py::arg("backend") = "host", py::arg("at_once") = std::set<std::uint64_t>(),
         py::arg("by_use") = ByUse{}, py::arg("also_in") = AlsoIn{},

@@ -138,12 +138,37 @@ py::dict Session::timeline() const {
   return out;
 }
 
+py::object Session::shared_out() const {
+  if (!options_.ranks) return py::none();
+  const GatheredCopies::Figures figures = options_.ranks->figures();
+  py::dict out;
+  out["passes"] = figures.passes;
+  out["for_others"] = figures.for_others;
+  out["order"] = figures.order;
+  out["gathered"] = figures.gathered;
+  out["unused"] = figures.unused;
+  out["whole"] = figures.whole;
+  out["received_bytes"] = figures.received_bytes;
+  out["private_bytes"] = figures.private_bytes;
+  out["whole_speed"] = figures.whole_speed;
+  out["gather_speed"] = figures.gather_speed;
+  out["why_not"] = figures.why_not;
+  return out;
+}
+
 void Session::note_pass() {
   if (recording_) plan_->engine->note_pass(current_stream(options_.device));
 }
 
 void Session::announce_call(const py::object& self, const py::object& module) {
   if (capturing()) return note_pass();
+  if (options_.ranks) {
+    {
+      const py::gil_scoped_release release;
+      options_.ranks->begin_pass();
+    }
+    if (const std::string said = options_.ranks->take_complaint(); !said.empty()) hooks_.warn(said);
+  }
   const auto call = hooks_.call_begins(self, module).cast<std::uint32_t>();
   if (!to_pin_.empty()) pin_replaced();
   if (call != 0) plan_->engine->begin_call(call);

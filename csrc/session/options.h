@@ -9,6 +9,8 @@
 
 #include "core/engine.h"
 #include "core/source.h"
+#include "mesh/gathered_copies.h"
+#include "tensor/process_group.h"
 
 namespace dynswap {
 
@@ -21,13 +23,25 @@ struct SessionOptions {
         keep(given.attr("host_budget").attr("caches").cast<bool>() ? Keep::yes : Keep::no) {
     engine.prefetch = given.attr("prefetch").cast<std::uint32_t>();
     engine.strict_budget = given.attr("strict_budget").cast<bool>();
+    if (const py::object mesh = given.attr("mesh"); !mesh.is_none()) {
+      const py::object groups = mesh.attr("open")(given.attr("device"));
+      const RanksOfGroup group{groups.attr("for_device").cast<c10::intrusive_ptr<c10d::Backend>>(),
+                               groups.attr("for_host").cast<c10::intrusive_ptr<c10d::Backend>>(),
+                               groups.attr("store").cast<c10::intrusive_ptr<c10d::Store>>(),
+                               groups.attr("numbers").cast<std::vector<std::size_t>>()};
+      ranks = std::make_shared<GatheredCopies>(ranks_of(group, device), place_on_host,
+                                               groups.attr("always").cast<bool>());
+      close_groups = groups.attr("close");
+    }
   }
 
   at::Device device;
   std::optional<at::ScalarType> dtype;
   bool page_locks;
   Keep keep;
-  EngineOptions engine;  ///< without what a plan adds: its budget, and groups that are known
+  std::shared_ptr<GatheredCopies> ranks;  ///< null: this process copies for itself alone
+  py::object close_groups;                ///< to be called after GatheredCopies::close()
+  EngineOptions engine;                   ///< without what a plan adds: its budget, and groups that are known
 };
 
 /// `Budget` in dynswap_ext/config.py: what one plan may take. The front end keeps the one that holds now.

@@ -41,6 +41,7 @@ std::shared_ptr<Engine> Session::new_engine(const Budget& budget, std::optional<
   };
   auto backend = make_backend(device(), wanted_backend_, warn);
   backend_ = backend->name();
+  if (options_.ranks) backend = options_.ranks->around(std::move(backend));
   EngineOptions options = options_.engine;
   options.budget = budget.bytes.value_or(0);
   options.residents_give_way = budget.automatic && !device().is_cpu();

@@ -71,8 +71,10 @@ void Session::close() {
   {
     const std::shared_ptr<const Plan> plan = plan_;
     const py::gil_scoped_release release;
+    if (options_.ranks) options_.ranks->close();
     plan->engine->close();
   }
+  if (options_.ranks) options_.close_groups();
   table->drop_bytes();
 }
 

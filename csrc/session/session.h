@@ -167,6 +167,8 @@ class Session : public Server, public std::enable_shared_from_this<Session> {
   py::list groups() const;
   void record(bool on);
   py::dict timeline() const;
+  /// What ranks have shared out (GatheredCopies::Figures); None if this process copies for itself alone.
+  py::object shared_out() const;
 
   /// Begins an outermost call of this session's modules: numbers it, and writes back what the call before it
   /// wrote on residents.
@@ -360,5 +362,9 @@ class Session : public Server, public std::enable_shared_from_this<Session> {
 /// every record of a master that it has is a weight. LOCK: the GIL.
 std::shared_ptr<Weight> weight_of(const HandedOut& record);
 std::shared_ptr<Session> session_of(const HandedOut& record);
+
+/// A master on a device, through torch's own `to`, whatever install another thread ends meanwhile.
+py::object copied_by_torch(const py::object& master, const at::Device& device, at::ScalarType dtype,
+                           bool copy);
 
 }  // namespace dynswap

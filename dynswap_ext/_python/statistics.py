@@ -75,6 +75,9 @@ class Statistics:
                 self._spans, self._dropped = [], 0
             self._recording = on
 
+    def shared_out(self) -> dict[str, Any] | None:
+        return None
+
     def note_pass(self) -> None:
         if self._recording:
             with self._exclusive:

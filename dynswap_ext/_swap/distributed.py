@@ -21,6 +21,11 @@ _SHARD = "fully_shard"
 _FSDP = "FullyShardedDataParallel"
 _MANAGED = "_is_fsdp_managed_module"
 _WRAPPING = "torch.distributed.fsdp.fully_sharded_data_parallel"
+#: The end of an error: what lets each rank bring a part of the weights.
+_INSTEAD = (
+    ". Ranks that share frozen weights can bring a part of them each without it: share_masters(model), then "
+    "install(model, mesh=mesh)"
+)
 _SWAPPED = "dynswap_ext._swap.class_swap"
 
 
@@ -37,7 +42,7 @@ def refuse_to_install(modules: Sequence[nn.Module]) -> None:
             raise ConfigError(
                 f"a {type(module).__qualname__} of the model is managed by torch's {by}, which moves its "
                 "weights by itself; expected modules that are not sharded. There is no way back: to stream "
-                f"these modules, begin with a model that was not sharded{remedy}"
+                f"these modules, begin with a model that was not sharded{_INSTEAD}{remedy}"
             )
 
 
@@ -94,5 +99,5 @@ def refuse_sharding(module: nn.Module) -> None:
             del held[key]
     raise ConfigError(
         f"fully_shard was called on a {type(module).__qualname__} that is installed; expected one that is "
-        "not. Call dynswap_ext.uninstall(model) first"
+        f"not. Call dynswap_ext.uninstall(model) first{_INSTEAD}"
     )

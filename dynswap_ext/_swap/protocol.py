@@ -139,6 +139,9 @@ class Session(Protocol):
     def stats(self) -> dict[str, int]:
         """Return the counters and the figures of the plan, named as in `Stats`."""
 
+    def shared_out(self) -> dict[str, Any] | None:
+        """Return what ranks have shared out, named as in `SharedOut`; None if nobody asked for it."""
+
     def reset_stats(self) -> None:
         """Set the counters to zero."""
 

@@ -14,6 +14,7 @@ from dynswap_ext._util.tables import as_text, plain_table
 from dynswap_ext._util.units import show_budget, show_ns
 from dynswap_ext.profile.host_memory import HostMemory
 from dynswap_ext.profile.recording import CAUSES, GroupFigures
+from dynswap_ext.profile.shared_out import SharedOut
 from dynswap_ext.profile.stats import Stats
 
 #: Columns that have text. The others have numbers.
@@ -83,6 +84,8 @@ class Report:
     giving_way: str | None = None
     #: The host's RAM that the weights of all installed models take.
     host: HostMemory | None = None
+    #: What the ranks of `mesh=` save each other; None if none was given, and in pure Python.
+    shared_out: SharedOut | None = None
 
     @property
     def stall_ns(self) -> int:
@@ -213,6 +216,8 @@ class Report:
             notes.append(f"masters: {masters}")
         if self.host is not None and self.host.weights:
             notes.append(f"host RAM: {self.host}")
+        if self.shared_out is not None:
+            notes.append(f"mesh: {self.shared_out}")
         if self.giving_way is not None:
             lost = f"{self.stats.given_way} have, of {format_bytes(self.stats.given_way_bytes)}"
             told = self.giving_way or f"give way to whatever runs out of memory (so far {lost})"

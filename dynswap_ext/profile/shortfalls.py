@@ -45,6 +45,8 @@ def shortfalls(report: Report, seconds: float, *, stalled: float | None, staged:
             "page-locked, and go through a small pinned buffer, which is slower; the warning "
             "at the install says why"
         )
+    if report.shared_out is not None and report.shared_out.why_not:
+        yield f"mesh= is given, and {report.shared_out}"
     waited = report.stall_ns / 1e9
     if stalled is not None and waited > stalled * seconds:
         yield (

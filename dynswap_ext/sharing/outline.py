@@ -19,8 +19,8 @@ from dynswap_ext._swap.state import named_modules_of, served_of
 from dynswap_ext._util.file_mappings import FileMappings
 from dynswap_ext._util.own_masters import own_masters
 from dynswap_ext._util.places import address_of, mapping_of, parts_of, storages_of
+from dynswap_ext._util.ranks import Ranks
 from dynswap_ext.errors import ConfigError
-from dynswap_ext.sharing.ranks import Ranks
 
 #: Describes a buffer. A parameter is described by its class.
 _BUFFER: Final = "a buffer"

@@ -11,9 +11,9 @@ from torch import nn
 from dynswap_ext._util.log import logger
 from dynswap_ext._util.memory import format_bytes
 from dynswap_ext._util.places import stored_bytes
+from dynswap_ext._util.ranks import Ranks, this_host
 from dynswap_ext._util.warn import warn
 from dynswap_ext.sharing.outline import Outline, Place, compare, compare_values, digests_of, places_of
-from dynswap_ext.sharing.ranks import Ranks, this_host
 from dynswap_ext.sharing.segment import Segment, keep_steps_private, make_private
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def share_masters(
     -----
     The memory has no file. The system frees it when the last process that has it has ended, even by a signal.
     """
-    ranks = Ranks(group)
+    ranks = Ranks(group, "share_masters", "share_masters has shared nothing")
     places: list[Place] = []
 
     def look() -> tuple[str, list[Outline]]:

@@ -11,6 +11,7 @@ namespace pretend {
 
 void register_composites();
 void define_cuda(pybind11::module_& m);
+void add_collectives(pybind11::module_& m);
 
 namespace {
 
@@ -145,6 +146,8 @@ PYBIND11_MODULE(_pretend, m) {
   m.def("set_virtual_clock", &set_virtual_clock);
   m.def("drop_work", &drop_work);
   if constexpr (kType == c10::DeviceType::CUDA) define_cuda(m);
+
+  add_collectives(m);
 
   // Before, torch takes no memory for pinned.
   m.def("init", [] { at::globalContext().lazyInitDevice(kType); });

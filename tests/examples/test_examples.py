@@ -100,6 +100,8 @@ def test_ranks(tiny: Path, tmp_path: Path) -> None:
     answers = [line.removeprefix("[rank 0] ") for line in alone[1:]]
     assert [answer.startswith(prompt) for answer, prompt in zip(answers, prompts, strict=True)] == [True] * 3
     assert sorted(both[1:]) == sorted(f"[rank {number % 2}] {text}" for number, text in enumerate(answers))
+    meshed = run("ranks.py", *given, "--dtype", "float64", "--mesh", cwd=tmp_path, ranks=2)
+    assert re.match(r"2 ranks share out .*; [\d.]+ MiB came from other ranks", meshed.splitlines()[-1])
 
 
 @pytest.mark.slow

@@ -39,6 +39,7 @@ __all__ = [
     "last_error",
     "no_synchronisation",
     "protections",
+    "register_collectives",
     "reset",
     "runtime",
     "violations",
@@ -81,6 +82,20 @@ def activate(mutants: bool = False) -> None:
 def device_type() -> str:
     """Return the type of the devices: "cuda" or "pretend"."""
     return "cuda" if _build.wanted().type == "CUDA" else "pretend"
+
+
+def register_collectives() -> str:
+    """Register a backend of torch.distributed for tensors on the device, and return the backends of a group.
+
+    They are what `init_process_group` takes: "cpu:gloo,cuda:pretend".
+    """
+    from torch import distributed
+
+    def make(store: Any, rank: int, size: int, timeout: Any) -> Any:
+        return _pretend.collectives(distributed.ProcessGroupGloo(store, rank, size, timeout=timeout))
+
+    distributed.Backend.register_backend("pretend", make, devices=[device_type()])
+    return f"cpu:gloo,{device_type()}:pretend"
 
 
 def has_toolkit() -> bool:

@@ -16,23 +16,25 @@ _T = TypeVar("_T")
 
 
 class Ranks:
-    """The ranks of a process group. A step succeeds on all of them or fails on all of them."""
+    """The ranks of a process group. A step succeeds on all of them or fails on all of them.
 
-    def __init__(self, group: ProcessGroup | None) -> None:
+    `caller` names the function that needs them, and `failure` what has happened if a step fails.
+    """
+
+    def __init__(self, group: ProcessGroup | None, caller: str, failure: str) -> None:
         from torch import distributed
 
         if not distributed.is_available() or not distributed.is_initialized():
             raise ConfigError(
-                "share_masters was called without a process group; expected one of several ranks. Start the "
+                f"{caller} was called without a process group; expected one of several ranks. Start the "
                 "program with torchrun, and call torch.distributed.init_process_group() first"
             )
         self._distributed = distributed
         self._group = group
+        self._caller, self._failure = caller, failure
         self.own = distributed.get_rank(group)
         if self.own < 0:
-            raise ConfigError(
-                "share_masters was called by a rank that is not in the group; expected its ranks"
-            )
+            raise ConfigError(f"{caller} was called by a rank that is not in the group; expected its ranks")
 
     def name(self, rank: int) -> int:
         """Return the global number of a rank of the group."""
@@ -53,13 +55,18 @@ class Ranks:
         except Exception as error:
             cause, answer = error, (None, str(error) or type(error).__name__)
         answers: list[Any] = [None] * self._distributed.get_world_size(self._group)
-        self._distributed.all_gather_object(answers, answer, self._group)
+        try:
+            self._distributed.all_gather_object(answers, answer, self._group)
+        except RuntimeError as error:  # what it says is of sockets
+            raise ConfigError(
+                f"{self._failure}: another rank does not answer ({what}); expected all ranks to call "
+                f"{self._caller}. One has ended, or has not called it within the timeout of the process "
+                "group; its own output says why"
+            ) from error
         for rank, (_, why) in enumerate(answers):
             if why:
                 try:
-                    raise ConfigError(
-                        f"share_masters has shared nothing: {why} (rank {self.name(rank)}, {what})"
-                    ) from cause
+                    raise ConfigError(f"{self._failure}: {why} (rank {self.name(rank)}, {what})") from cause
                 finally:
                     del cause  # a cycle through this frame would keep the memory mapped
         return [result for result, _ in answers]

@@ -20,8 +20,16 @@ count = int(count)
 told = {}  # what a rank tells the test
 
 def work(rank):
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=count)
-    namespace = dict(globals(), rank=rank, world=count)
+    device, backend = "cpu", "gloo"
+    if DEVICE != "cpu":
+        torch.accelerator.set_device_index(rank % torch.accelerator.device_count())
+        device, backend = f"{DEVICE}:{torch.accelerator.current_device_index()}", f"cpu:gloo,{DEVICE}:nccl"
+        if "pretend_cuda" in sys.modules:
+            pretend_cuda = sys.modules["pretend_cuda"]
+            pretend_cuda.reset(rank, ("late", "early", "mixed")[rank % 3])
+            backend = pretend_cuda.register_collectives()
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=count)
+    namespace = dict(globals(), rank=rank, world=count, device=device, backend=backend)
     exec(compile(CODE, "<rank>", "exec"), namespace)
     dist.barrier()  # a rank that leaves while another still talks to it ends that one
     dist.destroy_process_group()
@@ -53,16 +61,19 @@ def run(
     count: int,
     folder: Path,
     *arguments: object,
+    device_type: str = "cpu",
     killed: Collection[int] = (),
     timeout: float = 120,
 ) -> list[dict[str, Any]]:
     """Run the code in `count` processes, each as `rank` of `world`, and return what each has put into `told`.
 
-    The code finds the `arguments` as texts. The test fails if a rank does, or if one that is to be `killed`
-    is not. Each run needs a folder of its own.
+    The code finds the `arguments` as texts, the `device` of its rank, which is of `device_type`, and the
+    `backend` that has collectives on it. A rank that was killed has told nothing. The test fails if a rank
+    does, or if one that is to be `killed` is not. Each run needs a folder of its own.
     """
     store = folder / "store"
-    code = f"CODE, KILLED = {code!r}, {list(killed)!r}\n{_RANKS}"
+    code = f"CODE, KILLED, DEVICE = {code!r}, {list(killed)!r}, {device_type!r}\n{_RANKS}"
     done = children.run(code, count, store, *arguments, timeout=timeout)
     assert done.returncode == 0, done.stdout + done.stderr
-    return [json.loads(Path(f"{store}.{rank}").read_text()) for rank in range(count)]
+    told = [Path(f"{store}.{rank}") for rank in range(count)]
+    return [json.loads(path.read_text()) if path.exists() else {} for path in told]
