@@ -278,18 +278,20 @@ def test_what_is_no_longer_installed_by_device_moves_nothing(provider: Provider,
 def test_what_names_no_device_or_no_module_is_refused(provider: Provider) -> None:
     first, _ = devices(provider)
     for where, message in (
-        ({"embed": first, "layers": first, "norm": first}, "have none for head; .* Add 'head'"),
+        ({"embed": first, "layers": first, "norm": first}, "has no device for head; .* Add 'head'"),
+        ({"layers.0": first, "head": first}, r"no device for embed, layers\.1, .*; .* Add 'embed'"),
+        ({"": first, "layers.7-9": first}, r"'layers.7-9', which names no .*: layers has 0 to \d"),
         ({"": first, "layer": first}, "'layer', which names no module of the model. Did you mean 'layers'"),
         ({"": "cuda:77"}, "available here"),
         ({"": first, "norm": "disk"}, "'disk' for 'norm'; expected the device where it computes"),
-        ("auto", "devices is 'auto'; expected a mapping of modules to devices"),
+        ("auto", "device_map is 'auto'; expected a mapping of modules to devices.*infer_auto"),
     ):
         model = Model()
         with pytest.raises(ConfigError, match=message):
             install_by_device(model, where, **options(provider))  # type: ignore[arg-type]
         assert not any(dynswap_ext.is_installed(m) for m in model.modules())
         assert not any(m._forward_pre_hooks for m in model.modules())
-    with pytest.raises(ConfigError, match=r"devices is \['layers'\]; expected a mapping"):
+    with pytest.raises(ConfigError, match=r"device_map is \['layers'\]; expected a mapping"):
         install_by_device(model, ["layers"], **options(provider))  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="second argument"):
         install_by_device(model, {"": first}, device=first)

@@ -42,10 +42,15 @@ def resolve_device(given: torch.device | str | int | None) -> torch.device:
             raise TypeError("a bool is no device")
         device = torch.device(given)
     except (RuntimeError, TypeError, ValueError) as error:
+        index = (
+            isinstance(given, int) and not isinstance(given, bool) and not torch.accelerator.is_available()
+        )
+        what = "the index of an accelerator, of which torch finds none" if index else "unknown to torch"
         raise ConfigError(
-            f"device is {given!r}, unknown to torch; available here: {', '.join(available_devices())}"
+            f"device is {given!r}, {what}; available here: {', '.join(available_devices())}"
+            + (_why_not(torch.device("cuda")) if index else "")
             + (f". An amount of memory is a budget: budget={given!r}" if is_amount(given) else "")
-            + (". install_by_device(model, devices) takes several" if isinstance(given, Mapping) else "")
+            + (". install_by_device(model, device_map) takes several" if isinstance(given, Mapping) else "")
         ) from error
     if isinstance(given, str) and ":" in given and str(device) != given:  # torch keeps 8 bits of the index
         raise ConfigError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from fnmatch import fnmatchcase
 from typing import Final
 
@@ -32,7 +32,7 @@ def by_first_path(model: nn.Module, devices: Mapping[str, torch.device]) -> dict
         other = found.setdefault(path, (key, device))
         if other[1] != device:
             raise ConfigError(
-                f"the devices have '{other[1]}' for {other[0]!r} and '{device}' for {key!r}, which are the "
+                f"device_map has '{other[1]}' for {other[0]!r} and '{device}' for {key!r}, which are the "
                 "same module; expected one device for it"
             )
     return {path: device for path, (_, device) in found.items()}
@@ -43,6 +43,7 @@ def homes_of(model: nn.Module, devices: Mapping[str, torch.device]) -> dict[nn.M
     homes: dict[nn.Module, torch.device] = {}
     inherited: dict[str, torch.device | None] = {}
     used: set[str] = set()
+    homes_by_path: list[str] = []
     homeless = []
     for path, module in named_modules_of(model):  # parents before children
         above = inherited[path.rpartition(".")[0]] if path else None
@@ -60,16 +61,44 @@ def homes_of(model: nn.Module, devices: Mapping[str, torch.device]) -> dict[nn.M
                 )
         if (device := places[names[0]] if names else home) is not None:
             homes[module] = device
+            homes_by_path.append(path)
     for key in devices:
         if key not in used:
-            hint = did_you_mean(key, list(inherited))
-            raise ConfigError(f"the devices have {key!r}, which names no module of the model{hint}")
+            hint = _numbers_there(key, inherited) or did_you_mean(key, list(inherited))
+            raise ConfigError(f"device_map has {key!r}, which names no module of the model{hint}")
     if homeless:
+        missing = _whole_modules(homeless, inherited, homes_by_path)
         raise ConfigError(
-            f"the devices have none for {listed(homeless)}; expected a key for each module that has weights "
-            f"or buffers, or for one around it. Add {homeless[0]!r}"
+            f"device_map has no device for {listed(missing)}; expected a key for each module that has "
+            f"weights or buffers, or for one around it. Add {missing[0]!r}"
         )
     return homes
+
+
+def _whole_modules(homeless: list[str], paths: Collection[str], with_home: Collection[str]) -> list[str]:
+    """Return the outermost modules in which nothing has a device, for the paths of all that have none."""
+    taken = {above for path in with_home for above in _above(path)}
+    found = dict.fromkeys(
+        next((above for above in _above(path) if above in paths and above not in taken), path)
+        for path in homeless
+    )
+    return list(found)
+
+
+def _above(path: str) -> list[str]:
+    """Return a path and those of the modules around it, outermost first; without the model itself."""
+    words = path.split(".")
+    return [".".join(words[: end + 1]) for end in range(len(words))]
+
+
+def _numbers_there(key: str, paths: Collection[str]) -> str:
+    """Return the end of a message about a key with a range of numbers that no module has; else nothing."""
+    before, found, _ = next(
+        (key.partition(f".{word}") for word in key.split(".") if _NUMBERS.fullmatch(word)), ("", "", "")
+    )
+    words = [path.removeprefix(f"{before}.") for path in paths if path.startswith(f"{before}.")]
+    numbers = [int(word) for word in words if word.isdecimal()]
+    return f": {before} has {min(numbers)} to {max(numbers)}" if found and numbers else ""
 
 
 def _given(path: str, devices: Mapping[str, torch.device], used: set[str]) -> torch.device | None:
@@ -81,7 +110,7 @@ def _given(path: str, devices: Mapping[str, torch.device], used: set[str]) -> to
     for key in best[1:]:
         if devices[key] != devices[best[0]]:
             raise ConfigError(
-                f"the devices have {best[0]!r} and {key!r} for {path!r}, with different devices; expected one"
+                f"device_map has {best[0]!r} and {key!r} for {path!r}, with different devices; expected one"
             )
     return devices[best[0]] if best else None
 

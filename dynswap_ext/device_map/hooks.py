@@ -22,6 +22,7 @@ class Bring:
         self._device = device
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Move the arguments, if the module is still installed there."""
         session = session_of(module)
         if session is None or session.device != self._device:  # uninstalled, installed again, or a copy
             return args, kwargs
@@ -36,9 +37,11 @@ class BringBack:
         self._devices: dict[int, list[torch.device | None]] = {}
 
     def before(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+        """Note the device of the first tensor that the model is called with: a forward pre-hook."""
         self._devices.setdefault(threading.get_ident(), []).append(next(_devices((args, kwargs)), None))
 
     def after(self, model: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        """Move the output there: a forward hook, which is called after an error, too."""
         thread = threading.get_ident()
         calls = self._devices.get(thread) or [None]  # a copy may have been made in a call
         device = calls.pop()

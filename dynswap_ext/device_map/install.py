@@ -47,6 +47,9 @@ class Handles(Mapping[torch.device, Handle]):
     def __len__(self) -> int:
         return len(self._handles)
 
+    def __repr__(self) -> str:
+        return f"<dynswap_ext.Handles on {', '.join(map(str, self))}>"
+
     def __str__(self) -> str:
         """Return the report of each device."""
         return "\n\n".join(f"{device}\n{handle.report()}" for device, handle in self._handles.items())
@@ -73,7 +76,7 @@ class Handles(Mapping[torch.device, Handle]):
 
 def install_by_device(
     model: nn.Module,
-    devices: Mapping[str, Device],
+    device_map: Mapping[str, Device],
     *,
     budget: int | float | str | Mapping[str, int | float | str] | None = None,
     **options: Any,
@@ -89,7 +92,7 @@ def install_by_device(
     ----------
     model : torch.nn.Module
         As for `install`: its weights in RAM or mapped from files. Load it without a `device_map`.
-    devices : mapping of str to torch.device, str or int
+    device_map : mapping of str to torch.device, str or int
         The device on which a module computes, with all that is in it, by the path of the module:
         ``{"embed": 0, "layers.0-15": 0, "layers.16-*": 1, "head": 1}``. Each module that has weights or
         buffers needs a key, or one for a module around it. A word of a key may be a range of numbers, or have
@@ -119,12 +122,16 @@ def install_by_device(
     """
     if "device" in options:
         raise TypeError("install_by_device() takes the devices as its second argument, not as device=")
-    if not isinstance(devices, Mapping) or not all(isinstance(key, str) for key in devices):
-        raise ConfigError(
-            f"devices is {devices!r}; expected a mapping of modules to devices, such as "
-            "{'layers.0-15': 0, 'layers.16-*': 1}"
+    if not isinstance(device_map, Mapping) or not all(isinstance(key, str) for key in device_map):
+        given: object = device_map
+        automatic = (
+            ". accelerate.infer_auto_device_map(model, max_memory) makes one" if given == "auto" else ""
         )
-    keys = by_first_path(model, {key: _device(key, given) for key, given in devices.items()})
+        raise ConfigError(
+            f"device_map is {device_map!r}; expected a mapping of modules to devices, such as "
+            f"{{'layers.0-15': 0, 'layers.16-*': 1}}{automatic}"
+        )
+    keys = by_first_path(model, {key: _device(key, given) for key, given in device_map.items()})
     homes = homes_of(model, keys)
     parts = _parts(model, homes)
     budgets = _budgets(budget, list(parts))
@@ -152,7 +159,7 @@ def install_by_device(
 def _device(key: str, given: Device) -> torch.device:
     if given == "disk":
         raise ConfigError(
-            f"the devices have 'disk' for {key!r}; expected the device where it computes: its weights stream "
+            f"device_map has 'disk' for {key!r}; expected the device where it computes: its weights stream "
             "to it from RAM or from a file"
         )
     return resolve_device(given)
