@@ -52,6 +52,7 @@ RUNS = {
     "disk": Run("disk", ("--tokens", "256", "--rounds", "2")),
     "host_memory": Run("host_memory"),
     "ranks": Run("ranks"),
+    "mesh": Run("mesh"),
     "load": Run("load"),
     "convert": Run("convert"),
     "experts": Run("experts"),

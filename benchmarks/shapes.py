@@ -60,14 +60,21 @@ def attention_operations(queries: float, keys: float, width: int) -> float:
 
 
 def llama_3_8b(tokens: int) -> list[Layer]:
-    """Return the layers of Llama-3-8B.
+    """Return the layers of Llama-3-8B: 32 layers of width 4096, inner width 14336."""
+    return _llama_3(tokens, layers=32, width=4096, inner=14336)
 
-    It has 32 layers of width 4096, 8 of 32 heads for keys and values, inner width 14336, vocabulary 128256.
-    """
-    width, inner, keys, vocabulary = 4096, 14336, 1024, 128256
+
+def llama_3_70b(tokens: int) -> list[Layer]:
+    """Return the layers of Llama-3-70B: 80 layers of width 8192, inner width 28672."""
+    return _llama_3(tokens, layers=80, width=8192, inner=28672)
+
+
+def _llama_3(tokens: int, *, layers: int, width: int, inner: int) -> list[Layer]:
+    """Return the layers of a model with 8 heads of 128 for keys and values, and a vocabulary of 128256."""
+    keys, vocabulary = 1024, 128256
     shape = Shape()
     shape.table("embed_tokens", vocabulary, width)
-    for number in range(32):
+    for number in range(layers):
         name = f"layers.{number}"
         shape.vectors(f"{name}.input_layernorm", width, tokens, count=1)
         shape.linear(f"{name}.q_proj", width, width, tokens, bias=False)

@@ -65,6 +65,7 @@ def simulate(
     passes: int,
     placement: str = "even",
     host: tuple[float, float] | None = None,
+    mesh: tuple[int, float] | None = None,
 ) -> dict[str, Any]:
     from dynswap_ext import _C
 
@@ -77,6 +78,7 @@ def simulate(
         passes=passes,
         placement=placement,
         host=host,
+        mesh=mesh,
     )
 
 

@@ -15,24 +15,37 @@ namespace dynswap::sim {
 
 namespace {
 
+/// An engine, and what it has for a backend.
+struct Simulated {
+  std::shared_ptr<Engine> engine;
+  VirtualBackend* clock = nullptr;
+  VirtualMesh* mesh = nullptr;  ///< around the clock; null: this process copies for itself alone
+};
+
 /// What has been counted so far; the difference of two is what happened between them.
 struct Count {
-  Count(const VirtualBackend& clock, const Engine& engine)
-      : seconds(clock.seconds()),
-        stalled(clock.stalled()),
-        bytes(static_cast<double>(clock.bytes_copied())),
-        copies(static_cast<double>(clock.copies())),
-        misses(static_cast<double>(engine.stats().misses)) {}
-  double seconds, stalled, bytes, copies, misses;
+  explicit Count(const Simulated& simulated)
+      : seconds(simulated.clock->seconds()),
+        stalled(simulated.clock->stalled()),
+        bytes(static_cast<double>(simulated.clock->bytes_copied())),
+        copies(static_cast<double>(simulated.clock->copies())),
+        misses(static_cast<double>(simulated.engine->stats().misses)),
+        gathered(simulated.mesh ? static_cast<double>(simulated.mesh->figures().gathered) : 0) {}
+  double seconds, stalled, bytes, copies, misses, gathered;
 };
 
 /// A pass over the units, on the virtual clock.
 class Pass {
  public:
-  Pass(const Workload& workload, Engine& engine, VirtualBackend& clock, std::mt19937& drawn)
-      : layers_(workload.layers), engine_(engine), clock_(clock), drawn_(drawn) {}
+  Pass(const Workload& workload, const Simulated& simulated, std::mt19937& drawn)
+      : layers_(workload.layers),
+        engine_(*simulated.engine),
+        clock_(*simulated.clock),
+        mesh_(simulated.mesh),
+        drawn_(drawn) {}
 
   void run() {
+    if (mesh_) mesh_->begin_pass();
     for (std::size_t first = 0; first < layers_.size();) {
       first = layers_[first].by_use > 0 ? use_experts(first) : use(first, 1);
     }
@@ -81,16 +94,27 @@ class Pass {
   const std::vector<Layer>& layers_;
   Engine& engine_;
   VirtualBackend& clock_;
+  VirtualMesh* const mesh_;
   std::mt19937& drawn_;
 };
 
 /// An engine that is given the workload's weights. They are numbered as the layers are.
-std::shared_ptr<Engine> engine_of(const Workload& workload, const EngineOptions& options,
-                                  double bytes_per_second, double latency) {
+Simulated engine_of(const Workload& workload, const EngineOptions& options, double bytes_per_second,
+                    double latency) {
   constexpr std::size_t kNoCap = std::numeric_limits<std::size_t>::max();
   auto clock =
       std::make_unique<VirtualBackend>(bytes_per_second, latency, kNoCap, workload.device, workload.host);
-  auto engine = std::make_shared<Engine>(std::move(clock), options);
+  Simulated simulated{nullptr, clock.get()};
+  std::unique_ptr<Backend> backend;
+  if (workload.mesh) {
+    auto mesh = std::make_unique<VirtualMesh>(std::move(clock), *workload.mesh, latency);
+    simulated.mesh = mesh.get();
+    backend = std::move(mesh);
+  } else {
+    backend = std::move(clock);
+  }
+  auto engine = std::make_shared<Engine>(std::move(backend), options);
+  simulated.engine = engine;
   for (const Layer& layer : workload.layers) {
     auto source = std::make_shared<Source>();
     source->name = layer.name;
@@ -104,14 +128,14 @@ std::shared_ptr<Engine> engine_of(const Workload& workload, const EngineOptions&
     for (const std::uint64_t unit : layer.also_in)
       engine->share_weight(id, unit, {.at_once = true, .by_use = by_use});
   }
-  return engine;
+  return simulated;
 }
 
 /// The workload as an install has it: where the budget holds everything, experts are weights like any other.
 Workload as_installed(const Workload& workload, const EngineOptions& options) {
   Workload whole = workload;
   for (Layer& layer : whole.layers) layer.by_use = 0;
-  return engine_of(whole, options, 1, 0)->holds_all() ? whole : workload;
+  return engine_of(whole, options, 1, 0).engine->holds_all() ? whole : workload;
 }
 
 }  // namespace
@@ -119,7 +143,7 @@ Workload as_installed(const Workload& workload, const EngineOptions& options) {
 LargestGroup largest_group(const Workload& workload) {
   EngineOptions options;
   options.budget = 1;
-  const auto engine = engine_of(workload, options, 1, 0);
+  const auto engine = engine_of(workload, options, 1, 0).engine;
   LargestGroup found;
   try {
     engine->arrange();
@@ -165,17 +189,19 @@ AccessPattern pattern_of(const Workload& workload, const PriorPlan& groups, doub
 Result simulate(const Workload& given, const EngineOptions& options, double bytes_per_second, double latency,
                 int passes, Residents residents) {
   DYNSWAP_CHECK(passes >= 2, "the first half of the passes is warm-up: give two at least");
+  DYNSWAP_CHECK(!given.mesh || residents == Residents::even,
+                "ranks have the same residents: choose even ones");
   const Workload workload = as_installed(given, options);
   const auto planned = [&](const EngineOptions& with) {
     auto made = engine_of(workload, with, bytes_per_second, latency);
-    made->plan();
+    made.engine->plan();
     return made;
   };
-  std::shared_ptr<Engine> engine = planned(options);
+  Simulated simulated = planned(options);
   EngineOptions timed = options;
-  timed.prior = engine->plan_for_reuse();
+  timed.prior = simulated.engine->plan_for_reuse();
   timed.prior->order.clear();  // each engine learns it
-  const std::vector<Engine::GroupReport> groups = engine->groups();
+  const std::vector<Engine::GroupReport> groups = simulated.engine->groups();
   const bool experts =  // as they are before any retune()
       std::any_of(groups.begin(), groups.end(), std::mem_fn(&Engine::GroupReport::by_use));
   if (residents == Residents::by_time && !experts && options.budget > 0 && !workload.layers.empty()) {
@@ -186,20 +212,20 @@ Result simulate(const Workload& given, const EngineOptions& options, double byte
       pattern.groups[i].bytes = groups[i].bytes;
     }
     timed.prior->resident = place_by_time(pattern, options.budget, options.prefetch).resident;
-    engine = planned(timed);
+    simulated = planned(timed);
   }
-  auto& clock = const_cast<VirtualBackend&>(static_cast<const VirtualBackend&>(engine->backend()));
+  const Engine& engine = *simulated.engine;
 
   Result result;
   const int warm_up = passes / 2;
   std::mt19937 drawn;
   for (int pass = 0; pass < warm_up; ++pass) {
-    Pass(workload, *engine, clock, drawn).run();
-    if (pass == 0) result.first_pass_seconds = clock.seconds();
+    Pass(workload, simulated, drawn).run();
+    if (pass == 0) result.first_pass_seconds = simulated.clock->seconds();
   }
-  const Count before(clock, *engine);
-  for (int pass = warm_up; pass < passes; ++pass) Pass(workload, *engine, clock, drawn).run();
-  const Count after(clock, *engine);
+  const Count before(simulated);
+  for (int pass = warm_up; pass < passes; ++pass) Pass(workload, simulated, drawn).run();
+  const Count after(simulated);
   const double measured = passes - warm_up;
 
   result.seconds = (after.seconds - before.seconds) / measured;
@@ -207,22 +233,26 @@ Result simulate(const Workload& given, const EngineOptions& options, double byte
   result.moved_bytes = (after.bytes - before.bytes) / measured;
   result.copies = (after.copies - before.copies) / measured;
   result.misses = (after.misses - before.misses) / measured;
+  result.gathered = (after.gathered - before.gathered) / measured;
   for (WeightId i = 0; i < workload.layers.size(); ++i) {
     result.compute_seconds += workload.layers[i].compute_seconds;
-    if (!engine->resident(i)) result.streamed_bytes += workload.layers[i].bytes;
+    if (!engine.resident(i)) result.streamed_bytes += workload.layers[i].bytes;
   }
-  for (const Engine::GroupReport& group : engine->groups()) {
+  for (const Engine::GroupReport& group : engine.groups()) {
     if (!group.resident) result.slot_bytes = std::max<std::uint64_t>(result.slot_bytes, group.bytes);
   }
-  const Stats stats = engine->stats();
+  const Stats stats = engine.stats();
   result.resident_bytes = stats.resident_bytes;
   result.arena_bytes = stats.arena_bytes;
   result.groups = stats.groups;
   result.streamed_groups = stats.groups - stats.resident_groups;
   result.depth = stats.depth;
-  result.copy_seconds = static_cast<double>(result.streamed_bytes) / bytes_per_second +
-                        static_cast<double>(result.streamed_groups) * latency;
-  result.limit_seconds = std::max(result.compute_seconds, result.copy_seconds);
+  const double ranks = workload.mesh ? static_cast<double>(workload.mesh->ranks) : 1;
+  const auto part = static_cast<double>(result.streamed_bytes) / ranks;
+  const double latencies = static_cast<double>(result.streamed_groups) * latency;
+  result.copy_seconds = part / bytes_per_second + latencies;
+  if (workload.mesh) result.link_seconds = (ranks - 1) * part / workload.mesh->bytes_per_second + latencies;
+  result.limit_seconds = std::max({result.compute_seconds, result.copy_seconds, result.link_seconds});
   result.ratio = result.limit_seconds > 0 ? result.seconds / result.limit_seconds : 1;
   return result;
 }

@@ -11,6 +11,7 @@
 #include "core/engine.h"
 #include "sim/access_pattern.h"
 #include "sim/virtual_backend.h"
+#include "sim/virtual_mesh.h"
 
 namespace dynswap::sim {
 
@@ -36,19 +37,23 @@ struct Workload {
   /// The time that the host takes. It runs ahead, and waits at the end of each pass. None: it takes no time,
   /// and keeps pace with the device.
   std::optional<HostTimes> host{};
+  /// The ranks among which copies are shared out. None: each copies all bytes.
+  std::optional<Mesh> mesh{};
 };
 
 /// All figures are of one pass in the steady state.
 struct Result {
   double seconds = 0;
   double compute_seconds = 0;
-  double copy_seconds = 0;   ///< what the bus needs for the streamed weights, each once
-  double limit_seconds = 0;  ///< max(compute_seconds, copy_seconds)
-  double ratio = 0;          ///< seconds / limit_seconds
+  double copy_seconds = 0;   ///< what the bus needs for the streamed weights, each once; of a mesh, its part
+  double link_seconds = 0;   ///< what the rest needs that comes from the other ranks
+  double limit_seconds = 0;  ///< max(compute_seconds, copy_seconds, link_seconds)
+  double ratio = 0;          ///< seconds / limit_seconds; below 1 if whole copies are faster than parts
   double stall_seconds = 0;  ///< the consumer waited for copies
   double copies = 0;
   double misses = 0;
-  double moved_bytes = 0;  ///< bytes that did travel
+  double moved_bytes = 0;  ///< bytes that did travel over the bus
+  double gathered = 0;     ///< copies of which each rank brought a part
   double first_pass_seconds = 0;
   std::uint64_t streamed_bytes = 0;  ///< bytes of the weights that are not resident
   std::uint64_t resident_bytes = 0;
@@ -82,7 +87,8 @@ AccessPattern pattern_of(const Workload& workload, const PriorPlan& groups, doub
 /// Runs the real engine over the virtual clock: in each pass each module acquires its weights, computes,
 /// and lets go of them. Which experts a pass uses is drawn for each pass, every time the same. As in an
 /// install, experts are weights like any other where the budget holds everything. The first half of `passes`
-/// (at least one) is warm-up. Throws what the engine throws, BudgetError for instance.
+/// (at least one) is warm-up; ranks of a mesh need three to know the order of use. Throws what the engine
+/// throws, BudgetError for instance.
 Result simulate(const Workload& workload, const EngineOptions& options, double bytes_per_second,
                 double latency, int passes, Residents residents = Residents::even);
 

@@ -13,7 +13,10 @@ class VirtualBackend::Instant final : public Event {
  public:
   Instant(const VirtualBackend& clock, double at) : Instant(clock, at, at) {}
   Instant(const VirtualBackend& clock, double begin, double at) : clock_(clock), begin_(begin), at_(at) {}
-  bool done() const noexcept override { return at_ <= clock_.present(); }
+  bool done() const noexcept override {
+    const std::lock_guard lock(clock_.mutex_);
+    return at_ <= clock_.present();
+  }
   std::optional<Interval> when() const noexcept override {
     if (!done()) return std::nullopt;
     return Interval{nanoseconds(begin_), nanoseconds(at_)};
@@ -38,6 +41,7 @@ VirtualBackend::VirtualBackend(double bytes_per_second, double latency, std::siz
 }
 
 Memory VirtualBackend::allocate(std::size_t bytes) {
+  const std::lock_guard lock(mutex_);
   if (bytes > cap_ - *allocated_) {
     throw OutOfMemory("the virtual device has " + std::to_string(cap_ - *allocated_) + " bytes left, not " +
                       std::to_string(bytes));
@@ -49,12 +53,20 @@ Memory VirtualBackend::allocate(std::size_t bytes) {
                 [allocated = allocated_, bytes](std::byte*) { *allocated -= bytes; });
 }
 
-void VirtualBackend::kernel(double seconds) noexcept {
-  if (host_) host_now_ += host_->kernel;
-  now_ = std::max(now_, present()) + seconds;
+void VirtualBackend::kernel(double seconds, Stream stream) {
+  const std::lock_guard lock(mutex_);
+  if (host_ && stream == kConsumer) host_now_ += host_->kernel;
+  double& free = free_at(stream);
+  free = std::max(free, present()) + seconds;
+}
+
+void VirtualBackend::wait_for_consumer() noexcept {
+  const std::lock_guard lock(mutex_);
+  host_now_ = std::max(host_now_, now_);
 }
 
 EventPtr VirtualBackend::copy(CopyRequest request) {
+  const std::lock_guard lock(mutex_);
   for (const dynswap::Step& step : request.steps) {
     if (host_) host_now_ += host_->weight * static_cast<double>(step.pieces.size());
   }
@@ -81,23 +93,32 @@ EventPtr VirtualBackend::copy(CopyRequest request) {
   return std::make_shared<Instant>(*this, end - busy, end);
 }
 
-void VirtualBackend::wait(Stream, const EventPtr& copied) {
+void VirtualBackend::wait(Stream stream, const EventPtr& copied) {
   if (!copied) return;
   const double at = static_cast<const Instant&>(*copied).at();
-  now_ = std::max(now_, present());
-  stalled_ += std::max(0.0, at - now_);
-  now_ = std::max(now_, at);
+  const std::lock_guard lock(mutex_);
+  double& free = free_at(stream);
+  free = std::max(free, present());
+  if (stream == kConsumer) stalled_ += std::max(0.0, at - free);
+  free = std::max(free, at);
 }
 
-EventPtr VirtualBackend::record(Stream) {
-  return std::make_shared<Instant>(*this, std::max(now_, present()));
+EventPtr VirtualBackend::record(Stream stream) {
+  const std::lock_guard lock(mutex_);
+  return std::make_shared<Instant>(*this, std::max(free_at(stream), present()));
+}
+
+bool VirtualBackend::device_time() const noexcept {
+  const std::lock_guard lock(mutex_);
+  return !streams_.empty();
 }
 
 void VirtualBackend::synchronise(const EventPtr& event) noexcept {
   if (!event || event->done()) return;
+  const std::lock_guard lock(mutex_);
   ++host_synchronisations_;
   now_ = std::max(now_, static_cast<const Instant&>(*event).at());
-  wait_for_consumer();
+  host_now_ = std::max(host_now_, now_);
 }
 
 }  // namespace dynswap::sim

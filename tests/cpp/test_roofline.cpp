@@ -91,6 +91,33 @@ TEST(roofline_time_of_the_host) {
   }
 }
 
+// N ranks need 1/N of the time that one needs for its bus, as far as the link between them lets them. A pass
+// of four equal buses has 1/4 of the bytes, and nothing travels twice.
+TEST(roofline_ranks_that_share_out_copies) {
+  constexpr std::size_t kLayers = 60;
+  EngineOptions options;
+  options.prefetch = 2;
+  for (const double compute : {0.1, 10.0}) {
+    for (const std::size_t ranks : {2u, 4u, 8u}) {
+      for (const double link : {8 * kBus, kBus / 2}) {
+        sim::Workload workload = uniform(kLayers, 16u << 20).balance(Compute::bytes, compute, kBus);
+        const sim::Result alone = sim::simulate(workload, options, kBus, kLatency, kPasses);
+        workload.mesh = sim::Mesh{ranks, link};
+        const sim::Result result = sim::simulate(workload, options, kBus, kLatency, 2 * kPasses);
+        std::printf("compute:copy %.1f, %zu ranks, link:bus %.1f: ratio %.4f, %.1f of %.1f copies gathered\n",
+                    compute, ranks, link / kBus, result.ratio, result.gathered, result.copies);
+        // Where the link is the slower of the two, copies of whole groups are left to be faster.
+        const bool faster = result.link_seconds < alone.copy_seconds;
+        EXPECT(faster == (result.gathered == result.copies));
+        EXPECT(faster == (result.moved_bytes * static_cast<double>(ranks) ==
+                          static_cast<double>(result.streamed_bytes)));
+        EXPECT(!faster || result.ratio <= 1.05);
+        EXPECT(faster || std::abs(result.seconds / alone.seconds - 1) < 1e-3);
+      }
+    }
+  }
+}
+
 // Where compute and copy balance, what stays decides how long a pass takes.
 TEST(roofline_residents_by_time_beat_even_ones) {
   const auto gain = [](const Shape& shape, double share, double ratio) {
