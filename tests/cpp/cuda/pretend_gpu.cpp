@@ -92,6 +92,13 @@ Memory allocate(std::size_t bytes) {
 
 std::byte* bytes_at(const void* address) { return pretend::hidden(address); }
 
+std::vector<std::byte> Block::bytes() const {
+  const std::byte* begin = bytes_at(memory_.get());
+  return {begin, begin + bytes_};
+}
+
+bool Block::operator==(const std::vector<std::byte>& other) const { return bytes() == other; }
+
 bool Block::at_rest() const {
   const std::vector<std::byte> before = bytes();
   pretend::synchronise_device(0, "the test");

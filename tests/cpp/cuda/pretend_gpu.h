@@ -49,8 +49,8 @@ class Block {
  public:
   explicit Block(std::size_t bytes) : memory_(allocate(bytes)), bytes_(bytes) {}
   std::byte* data() const { return memory_.get(); }
-  std::vector<std::byte> bytes() const { return {bytes_at(memory_.get()), bytes_at(memory_.get()) + bytes_}; }
-  bool operator==(const std::vector<std::byte>& other) const { return bytes() == other; }
+  std::vector<std::byte> bytes() const;
+  bool operator==(const std::vector<std::byte>& other) const;
   /// Whether nothing that is queued writes to it: runs all of it.
   bool at_rest() const;
 
