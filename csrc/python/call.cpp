@@ -1,5 +1,7 @@
 #include "python/call.h"
 
+#include <c10/util/SmallVector.h>
+
 #include <memory>
 #include <optional>
 
@@ -13,13 +15,25 @@ namespace dynswap {
 
 namespace {
 
-/// What Python calls an instance of a Python class with; finds the class's `__call__`.
-ternaryfunc plain_call() {
-  static const ternaryfunc slot = [] {
-    const py::object module = py::module_::import("torch.nn").attr("Module");
-    return reinterpret_cast<PyTypeObject*>(module.ptr())->tp_call;
-  }();
-  return slot;
+/// Calls the `__call__` of the class that `self` had before the install. The swap class's own is for those
+/// that read it (Note [A call is a slot]).
+PyObject* plain_call(PyObject* self, PyObject* arguments, PyObject* keywords) {
+  static PyObject* const kOriginal = PyUnicode_InternFromString("_dynswap_original");
+  static PyObject* const kCall = PyUnicode_InternFromString("__call__");
+  PyTypeObject* const type = Py_TYPE(self);
+  auto* const original = reinterpret_cast<PyTypeObject*>(_PyType_Lookup(type, kOriginal));
+  const auto found = py::reinterpret_borrow<py::object>(_PyType_Lookup(original, kCall));
+  if (!PyType_HasFeature(Py_TYPE(found.ptr()), Py_TPFLAGS_METHOD_DESCRIPTOR)) {
+    const descrgetfunc bind = Py_TYPE(found.ptr())->tp_descr_get;
+    if (bind == nullptr) return PyObject_Call(found.ptr(), arguments, keywords);
+    const auto bound =
+        py::reinterpret_steal<py::object>(bind(found.ptr(), self, reinterpret_cast<PyObject*>(type)));
+    return bound ? PyObject_Call(bound.ptr(), arguments, keywords) : nullptr;
+  }
+  c10::SmallVector<PyObject*, 8> with_self{self};
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(arguments); ++i)
+    with_self.push_back(PyTuple_GET_ITEM(arguments, i));
+  return PyObject_VectorcallDict(found.ptr(), with_self.data(), with_self.size(), keywords);
 }
 
 /// Python's error stays set.
@@ -55,7 +69,7 @@ PyObject* call(PyObject* self, PyObject* arguments, PyObject* keywords) {
       }
       if (refetch && (session->fetches_any_again() || RefetchInBackward::seen_by_others())) hooks.emplace();
     }
-    auto result = py::reinterpret_steal<py::object>(plain_call()(self, arguments, keywords));
+    auto result = py::reinterpret_steal<py::object>(plain_call(self, arguments, keywords));
     if (outermost || outermost_of_session) {
       const py::error_scope keep;
       try {

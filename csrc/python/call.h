@@ -8,10 +8,11 @@ namespace dynswap {
 /// Note [A call is a slot]
 /// A swap class is called through the type slot `tp_call`, and not through a `__call__` in its namespace:
 /// that would cost each call of each module a Python function, and torch.compile takes a module whose
-/// `__call__` is not nn.Module's for one that it has to trace through. Python sets the slot anew when
-/// somebody patches `nn.Module.__call__`; then the next access through the class's descriptors puts it back.
-/// A `torch.fx.GraphModule` patches its own class's, and has it put back at once (torch_modules.py). See also
-/// Note [What CPython has to be like] in session/cpython.h.
+/// `__call__` is not nn.Module's for one that it has to trace through. The `__call__` in the namespace is for
+/// code that reads the attribute and calls that, as transformers does (call_by_name.py): it calls the module.
+/// Python sets the slot anew when somebody patches `__call__` of the swap class; then the next access through
+/// the class's descriptors puts it back. A `torch.fx.GraphModule` patches its own class's, and has it put
+/// back at once (torch_modules.py). See also Note [What CPython has to be like] in session/cpython.h.
 void serve_calls(PyTypeObject* type) noexcept;
 
 /// A function that makes swap classes as `make` does, and has their calls served.

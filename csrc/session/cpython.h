@@ -4,8 +4,9 @@
 #include <torch/csrc/utils/pybind.h>
 
 /// Note [What CPython has to be like]
-/// Three things here hold for the releases below, and no documentation promises them for the next one:
+/// Four things here hold for the releases below, and no documentation promises them for the next one:
 /// - `tp_call` of a class made in Python may be set, and a call of an instance runs it (call.cpp).
+/// - `_PyType_Lookup` returns a borrowed reference to what a class or its bases have by a name (call.cpp).
 /// - A type derived from `property` keeps fields of its own behind the base's, `property`'s own `tp_init` and
 ///   `tp_dealloc` serve the base's part, and the interpreter takes no short cut past `__get__` for it, as it
 ///   does for `property` itself (attribute.cpp).

@@ -19,6 +19,7 @@ from typing import Any, Final, cast
 import torch
 from torch import nn
 
+from dynswap_ext._swap import call_by_name
 from dynswap_ext._swap.assigned_buffers import as_buffer, before, forget_assigned, settle
 from dynswap_ext._swap.class_identity import metaclass_over
 from dynswap_ext._swap.compile_support import dtype_handed_out, flush_graphs, getter, live, release_inputs
@@ -115,7 +116,9 @@ def _make(cls: type, attribute_type: type, naming: ClassNaming | None) -> type |
     if made_by_torch(cls):
         base = swap_class(cls.__bases__[0], attribute_type, naming)
         return None if base is None else copy_over(cls, name, base, own)
-    of_provider: Callable[[type], dict[str, Any]] = getattr(attribute_type, "namespace_for", lambda _: {})
+    of_provider: Callable[[type], dict[str, Any]] = getattr(
+        attribute_type, "namespace_for", call_by_name.namespace_for
+    )
     namespace: dict[str, Any] = {
         "__module__": cls.__module__,
         "__qualname__": cls.__qualname__,

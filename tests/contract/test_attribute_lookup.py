@@ -164,3 +164,46 @@ def test_probes_between_passes_unlearn_nothing(provider: Provider, probe: str) -
         assert misses <= learned[0] + 1
         assert bytes_moved <= learned[1] * (1 + 3 / layers)
         assert passed() == learned
+
+
+def test_a_call_of_what_the_name_call_has_is_a_call_of_the_module(provider: Provider) -> None:
+    """As `model(x)` is, and not one of each of its children. transformers' `generate` calls by this name."""
+    model = mlp()
+    handle = provider.install(model, dtype=torch.float64)
+    x = provider.randn(2, 16)
+    expected = model(x)
+    call = model.__call__
+    with handle.record():
+        testing.assert_bit_equal(model.__call__(x), expected)
+        testing.assert_bit_equal(call(x), expected)
+    assert sum(1 for _ in handle._recorder.last.of("pass")) == 2
+    handle.uninstall()
+    x = x.cpu().float()
+    testing.assert_bit_equal(call(x), model(x))
+
+
+def test_a_call_that_calls_that_of_the_class_below(provider: Provider) -> None:
+    called = []
+
+    class Counting(nn.Linear):
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            called.append(self)
+            return super().__call__(*args, **kwargs)
+
+    model = Counting(4, 4)
+    moved, _ = provider.pair(model)
+
+    class Derived(type(model)):  # type: ignore[misc]
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            return super().__call__(*args, **kwargs)
+
+    x = provider.randn(2, 4)
+    expected = moved(x)
+    called.clear()
+    testing.assert_bit_equal(model(x), expected)
+    testing.assert_bit_equal(model.__call__(x), expected)
+    assert called == [model, model]
+    model.__class__ = Derived
+    testing.assert_bit_equal(model(x), expected)
+    testing.assert_bit_equal(model.__call__(x), expected)
+    assert called == [model] * 4
