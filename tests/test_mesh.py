@@ -159,6 +159,40 @@ for handle in handles:
         assert rank["received"] > 3 * 2 * 0.4 * rank["frozen"]  # in forward and in backward of three steps
 
 
+def test_private_weights_keep_no_others_from_being_shared_out(device_type: str, tmp_path: Path) -> None:
+    code = (
+        _MODEL
+        + """
+class LoRA(nn.Module):
+    def __init__(self, base):
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.base.bias.requires_grad_(True)  # in one module with a weight that is shared
+        self.a, self.b = nn.Linear(base.in_features, 16), nn.Linear(16, base.out_features)
+
+    def forward(self, x):
+        return self.base(x) + self.b(self.a(x))
+
+model = made(depth=24)
+for block in model:
+    block.up, block.down = LoRA(block.up), LoRA(block.down)
+dynswap_ext.share_masters(model)
+plain = copy.deepcopy(model).to(device, torch.float64)
+sizes = [p.numel() * 4 for p in model.parameters() if not p.requires_grad]
+private = [p.numel() * 4 for p in model.parameters() if p.requires_grad]
+x = torch.randn(3, 192, dtype=torch.float64, device=device)
+options = dict(device=device, dtype=torch.float64, budget="minimum")
+with dynswap_ext.install(model, mesh=dist.group.WORLD, **options) as handle, torch.no_grad():
+    for _ in range(5):
+        moved = moved_by(handle, lambda: testing.assert_bit_equal(model(x), plain(x)))
+    assert handle.report().shared_out.received_bytes > 0
+told.update(moved=moved, most=sum(sizes) * (1 / world + 0.02) + sum(private))
+"""
+    )
+    for rank in forked_ranks.run(code, 2, tmp_path, device_type=device_type):
+        assert rank["moved"] <= rank["most"]
+
+
 def test_weights_that_are_not_shared_are_copied_whole(device_type: str, tmp_path: Path) -> None:
     code = (
         _MODEL

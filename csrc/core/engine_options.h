@@ -33,9 +33,10 @@ struct EngineOptions {
 /// How a weight is to be served.
 struct WeightOptions {
   bool at_once = false;  ///< all of its unit is needed at the same time: never cut, and every budget holds it
-  std::uint32_t model = 0;  ///< of those that share the engine: weights of two never share a group
-  bool keep = false;        ///< stays on the device in any case
-  bool by_use = false;      ///< its unit is a group of its own, used without an order (Note [Groups by use])
+  std::uint32_t model = 0;    ///< of those that share the engine: weights of two never share a group
+  bool keep = false;          ///< stays on the device in any case
+  bool of_this_rank = false;  ///< other ranks may have other bytes: it lies behind the others of its group
+  bool by_use = false;  ///< its unit is a group of its own, used without an order (Note [Groups by use])
 };
 
 }  // namespace dynswap

@@ -145,11 +145,13 @@ void Layout::lay_out_groups() {
 }
 
 /// Weights of one file that come one after the other lie as they do in the file: see Note [Neighbours are
-/// read together].
+/// read together]. Those of this rank alone come last.
 std::vector<WeightId> Layout::in_file_order(std::vector<WeightId> ids) const {
-  const auto file = [this](WeightId id) { return weights_[id].source->file.get(); };
+  const auto of_this_rank = [this](WeightId id) { return weights_[id].options.of_this_rank; };
+  std::stable_partition(ids.begin(), ids.end(), [&](WeightId id) { return !of_this_rank(id); });
+  const auto kind = [&](WeightId id) { return std::pair(weights_[id].source->file.get(), of_this_rank(id)); };
   for (auto first = ids.begin(), last = first; first != ids.end(); first = last) {
-    last = std::find_if(first, ids.end(), [&](WeightId id) { return file(id) != file(*first); });
+    last = std::find_if(first, ids.end(), [&](WeightId id) { return kind(id) != kind(*first); });
     std::stable_sort(first, last, [this](WeightId a, WeightId b) {
       return weights_[a].source->offset < weights_[b].source->offset;
     });

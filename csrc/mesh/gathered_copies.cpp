@@ -95,21 +95,28 @@ std::unique_ptr<Backend> GatheredCopies::around(std::unique_ptr<Backend> inner) 
 
 // ------------------------------------------------------------------------------------------ by the engine
 
-std::uint64_t GatheredCopies::identity_of(const WholeGroup& group) const {
-  return dynswap::identity_of(group, identity_);
+SharedPart GatheredCopies::shared_part_of(const WholeGroup& group) const {
+  return dynswap::shared_part_of(group, identity_);
 }
 
-SharedGroupPtr GatheredCopies::shared(const WholeGroup& group, std::uint64_t identity) const {
-  return shared_group(group, identity, rank_, ranks_in_all_);
+SharedGroupPtr GatheredCopies::shared(const WholeGroup& group, const SharedPart& part) const {
+  return shared_group(group, part, rank_, ranks_in_all_);
 }
 
 EventPtr GatheredCopies::copy(const std::shared_ptr<Backend>& inner, CopyRequest request,
                               const SharedGroupPtr& group) {
-  if (!group && request.whole) {
+  std::vector<Piece> own;
+  if (request.whole) {
+    for_each_piece(*request.whole, group ? group->group.bytes : 0, request.whole->bytes, request.whole->base,
+                   [&](Piece piece) { own.push_back(std::move(piece)); });
+  }
+  const std::uint64_t own_bytes = stored_bytes(own);
+  {
     const std::lock_guard lock(mutex_);
-    for (const auto& weight : request.whole->parts) figures_.private_bytes += weight.source->stored_bytes();
+    figures_.private_bytes += own_bytes;
   }
   if (!group || group->part == 0) return copy_whole(*inner, std::move(request));
+  const std::size_t bytes = request.whole->bytes;
   {
     const std::lock_guard lock(mutex_);
     if (failed_.empty() && left_.empty() && !closed_) copied_.push_back(group);
@@ -119,8 +126,9 @@ EventPtr GatheredCopies::copy(const std::shared_ptr<Backend>& inner, CopyRequest
       if (order_[at]->identity != group->identity) continue;
       std::vector<EventPtr> after;
       for (Step& step : request.steps) after.insert(after.end(), step.after.begin(), step.after.end());
-      auto copied = std::make_shared<Gathered>(inner, group, request.whole->base, std::move(after));
-      if (measuring_) gathered_.emplace_back(copied, group->group.bytes);
+      auto copied = std::make_shared<Gathered>(inner, group, request.whole->base, std::move(own),
+                                               group->read + own_bytes, std::move(after));
+      if (measuring_) gathered_.emplace_back(copied, bytes);
       gather_unused(at);
       enqueue(copied);
       ++next_;
@@ -132,7 +140,7 @@ EventPtr GatheredCopies::copy(const std::shared_ptr<Backend>& inner, CopyRequest
   EventPtr copied = copy_whole(*inner, std::move(request));
   if (!measuring_) return copied;
   const std::lock_guard lock(mutex_);
-  whole_.emplace_back(copied, group->group.bytes);
+  whole_.emplace_back(copied, bytes);
   return copied;
 }
 
@@ -188,6 +196,7 @@ void GatheredCopies::copy_whole_again(Gathered& copy) {
     CopyRequest request;
     request.demanded = true;
     Step& step = request.steps.emplace_back();
+    step.pieces = copy.own;
     if (copy.share) step.after.push_back(copy.share);
     for (const EventPtr& event : copy.after) add_settled(event, step.after);
     for_each_piece(copy.group->group, 0, copy.group->group.bytes, copy.base,
@@ -225,7 +234,8 @@ void GatheredCopies::enqueue(std::shared_ptr<Gathered> task) {
 /// Takes part for the other ranks, up to `end` of the order. LOCK: mutex_ is held.
 void GatheredCopies::gather_unused(std::size_t end) {
   for (; next_ < end; ++next_) {
-    enqueue(std::make_shared<Gathered>(nullptr, order_[next_], nullptr, std::vector<EventPtr>()));
+    enqueue(std::make_shared<Gathered>(nullptr, order_[next_], nullptr, std::vector<Piece>(),
+                                       order_[next_]->read, std::vector<EventPtr>()));
     ++figures_.unused;
   }
 }

@@ -63,6 +63,9 @@ class GatheredCopies : public std::enable_shared_from_this<GatheredCopies> {
   GatheredCopies(const GatheredCopies&) = delete;
   GatheredCopies& operator=(const GatheredCopies&) = delete;
 
+  /// Whether all ranks have the same bytes, as far as can be told now.
+  bool may_gather(const Source& source) const { return identity_(source) != 0; }
+
   /// A backend that gathers, as far as there is an order, what an engine would copy with `inner`.
   std::unique_ptr<Backend> around(std::unique_ptr<Backend> inner);
 
@@ -99,8 +102,8 @@ class GatheredCopies : public std::enable_shared_from_this<GatheredCopies> {
   enum class Pass : std::uint8_t { of_this_rank, of_others, last };
   bool all_private() const noexcept;
   std::string why_no_order() const;
-  std::uint64_t identity_of(const WholeGroup& group) const;
-  SharedGroupPtr shared(const WholeGroup& group, std::uint64_t identity) const;
+  SharedPart shared_part_of(const WholeGroup& group) const;
+  SharedGroupPtr shared(const WholeGroup& group, const SharedPart& part) const;
   EventPtr copy(const std::shared_ptr<Backend>& inner, CopyRequest request, const SharedGroupPtr& group);
   EventPtr copy_whole(Backend& inner, CopyRequest request);
   void enqueue(std::shared_ptr<Gathered> task);

@@ -166,6 +166,7 @@ void GatheredCopies::run(Gathered& task) {
     }
     task.after.clear();
     const SharedGroupPtr group = std::move(task.group);  // what a lease keeps needs no masters
+    const std::vector<Piece> own = std::move(task.own);
     const std::lock_guard lock(mutex_);
     if (task.base == scratch_.get()) scratch_pass_ = figures_.passes;
     figures_.received_bytes += group->all_bytes - group->read;
@@ -199,6 +200,7 @@ void GatheredCopies::start(Gathered& task) {
   CopyRequest request;
   request.demanded = true;
   Step& step = request.steps.emplace_back();
+  step.pieces = task.own;
   for (const EventPtr& event : task.after) add_settled(event, step.after);
   for_each_piece_of(*task.group, rank_, ranks_in_all_, task.base,
                     [&](Piece piece) { step.pieces.push_back(std::move(piece)); });

@@ -50,15 +50,15 @@ bool GatheringBackend::release_after(const Memory& memory, const std::vector<Eve
 
 EventPtr GatheringBackend::copy(CopyRequest request) {
   SharedGroupPtr group;
-  if (const std::uint64_t identity = request.whole ? copies_->identity_of(*request.whole) : 0;
-      identity != 0) {
+  if (const SharedPart part = request.whole ? copies_->shared_part_of(*request.whole) : SharedPart();
+      part.identity != 0) {
     std::vector<SourcePtr> sources;
     for (const WholeGroup::Part& part : request.whole->parts) sources.push_back(part.source);
     Known before;  // goes without the lock
     const std::lock_guard lock(mutex_);
     Known& known = known_[request.whole->group];
-    if (known.sources != sources || known.group->identity != identity)
-      before = std::exchange(known, Known{std::move(sources), copies_->shared(*request.whole, identity)});
+    if (known.sources != sources || known.group->identity != part.identity)
+      before = std::exchange(known, Known{std::move(sources), copies_->shared(*request.whole, part)});
     group = known.group;
   }
   if (const bool measuring = copies_->measuring_; group && measured_.exchange(measuring) != measuring)

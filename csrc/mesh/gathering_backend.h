@@ -17,8 +17,14 @@ class GatheredCopies::Gathered final : public Event {
  public:
   enum class State : std::uint8_t { queued, issued, failed };
 
-  Gathered(std::shared_ptr<Backend> on, SharedGroupPtr of, std::byte* to, std::vector<EventPtr> comes_after)
-      : read(of->read), inner(std::move(on)), group(std::move(of)), base(to), after(std::move(comes_after)) {}
+  Gathered(std::shared_ptr<Backend> on, SharedGroupPtr of, std::byte* to, std::vector<Piece> of_this_rank,
+           std::uint64_t bytes_read, std::vector<EventPtr> comes_after)
+      : read(bytes_read),
+        inner(std::move(on)),
+        group(std::move(of)),
+        base(to),
+        own(std::move(of_this_rank)),
+        after(std::move(comes_after)) {}
 
   bool done() const noexcept override;
   std::optional<Interval> when() const noexcept override;
@@ -28,6 +34,7 @@ class GatheredCopies::Gathered final : public Event {
   std::shared_ptr<Backend> inner;  ///< LOCK: GatheredCopies::mutex_; null: any, and not known yet
   SharedGroupPtr group;            ///< null once it is issued
   std::byte* base;                 ///< null: the scratch
+  std::vector<Piece> own;          ///< behind what all ranks have; none once it is issued
   std::vector<EventPtr> after;     ///< what the memory is free after
   bool started = false;
   EventPtr share;  ///< the copy of this rank's part

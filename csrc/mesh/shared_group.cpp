@@ -1,5 +1,7 @@
 #include "mesh/shared_group.h"
 
+#include <utility>
+
 namespace dynswap {
 
 namespace {
@@ -27,34 +29,48 @@ std::uint64_t mixed(std::uint64_t value, std::uint64_t with) noexcept {
   return value ^ (value >> 31);
 }
 
-std::uint64_t identity_of(const WholeGroup& group,
+SharedPart shared_part_of(const WholeGroup& group,
                           const std::function<std::uint64_t(const Source&)>& identity) {
-  std::uint64_t whole = mixed(group.bytes, group.parts.size());
+  std::vector<std::uint64_t> of_sources;
+  SharedPart part{0, group.bytes};
   for (const WholeGroup::Part& weight : group.parts) {
-    const std::uint64_t of_source = identity(*weight.source);
-    if (of_source == 0) return 0;
-    whole = mixed(mixed(whole, of_source), weight.offset);
-    whole = mixed(whole, static_cast<std::uint64_t>(weight.source->wanted));
+    of_sources.push_back(identity(*weight.source));
+    if (of_sources.back() == 0) part.bytes = std::min(part.bytes, weight.offset);
   }
-  return whole == 0 ? 1 : whole;
+  if (part.bytes == 0) return part;
+  part.identity = part.bytes;
+  for (std::size_t i = 0; i < group.parts.size(); ++i) {
+    const WholeGroup::Part& weight = group.parts[i];
+    if (weight.offset >= part.bytes) continue;
+    part.identity = mixed(mixed(part.identity, of_sources[i]), weight.offset);
+    part.identity = mixed(part.identity, static_cast<std::uint64_t>(weight.source->wanted));
+  }
+  if (part.identity == 0) part.identity = 1;
+  return part;
 }
 
-SharedGroupPtr shared_group(const WholeGroup& group, std::uint64_t identity, std::size_t rank,
+SharedGroupPtr shared_group(const WholeGroup& group, const SharedPart& part, std::size_t rank,
                             std::size_t ranks) {
   auto made = std::make_shared<SharedGroup>();
-  made->part = group.bytes / ranks / kAlignment * kAlignment;
+  made->part = part.bytes / ranks / kAlignment * kAlignment;
   if (made->part < kLeast) made->part = 0;
-  made->identity = identity;
-  made->group = group;
-  made->group.base = nullptr;
-  for (WholeGroup::Part& weight : made->group.parts) {
+  made->identity = part.identity;
+  made->group = {group.group, nullptr, part.bytes, {}};
+  for (const WholeGroup::Part& weight : group.parts) {
+    if (weight.offset >= part.bytes) continue;
     made->all_bytes += weight.source->stored_bytes();
-    weight.source = as_all_have(weight.source);
+    made->group.parts.push_back({as_all_have(weight.source), weight.offset});
   }
-  for_each_piece_of(*made, rank, ranks, nullptr, [&](const Piece& piece) {
-    made->read += piece.count * scalar_size(piece.source->stored);
-  });
+  std::vector<Piece> pieces;
+  for_each_piece_of(*made, rank, ranks, nullptr, [&](Piece piece) { pieces.push_back(std::move(piece)); });
+  made->read = stored_bytes(pieces);
   return made;
+}
+
+std::uint64_t stored_bytes(const std::vector<Piece>& pieces) noexcept {
+  std::uint64_t bytes = 0;
+  for (const Piece& piece : pieces) bytes += piece.count * scalar_size(piece.source->stored);
+  return bytes;
 }
 
 }  // namespace dynswap

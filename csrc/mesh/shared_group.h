@@ -6,12 +6,20 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <vector>
 
 #include "core/backend.h"
 
 namespace dynswap {
 
-/// A group of weights as all ranks know it, with this rank's sources. Immutable.
+/// What all ranks have of a group: its beginning, before the first weight of which other ranks may have other
+/// bytes.
+struct SharedPart {
+  std::uint64_t identity = 0;  ///< of the bytes, and of their places in the group; 0: there are none
+  std::size_t bytes = 0;       ///< on the device
+};
+
+/// A group of weights as far as all ranks have it, with this rank's sources. Immutable.
 struct SharedGroup {
   std::uint64_t identity = 0;   ///< of its bytes, and of their places in the group
   std::size_t part = 0;         ///< bytes on the device that each rank copies; 0: not worth a collective
@@ -24,14 +32,16 @@ using SharedGroupPtr = std::shared_ptr<const SharedGroup>;
 /// A number that is another one for other numbers.
 std::uint64_t mixed(std::uint64_t value, std::uint64_t with) noexcept;
 
-/// A number for the bytes of a group and their places in it, from such numbers of its sources; 0 if one of
-/// these is 0.
-std::uint64_t identity_of(const WholeGroup& group,
+/// `identity`: a number for a source's bytes; 0 if other ranks may have other ones.
+SharedPart shared_part_of(const WholeGroup& group,
                           const std::function<std::uint64_t(const Source&)>& identity);
 
-/// The group as `rank` of so many `ranks` shares it.
-SharedGroupPtr shared_group(const WholeGroup& group, std::uint64_t identity, std::size_t rank,
+/// That part of the group, as `rank` of so many `ranks` shares it.
+SharedGroupPtr shared_group(const WholeGroup& group, const SharedPart& part, std::size_t rank,
                             std::size_t ranks);
+
+/// Of the masters, which the pieces are of.
+std::uint64_t stored_bytes(const std::vector<Piece>& pieces) noexcept;
 
 /// Calls `use` with the pieces of a group that lie in [from, to) of it, at `base`.
 template <class Use>

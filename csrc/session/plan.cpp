@@ -77,9 +77,12 @@ bool has_stacked(PyObject* module_dict) {
 }
 
 /// Registers the weights, and tells them by which ids.
-void add_weights(Engine& engine, const WeightTable::Streamed& streamed) {
-  for (const auto& [weight, unit] : streamed.first)
-    weight->id = engine.add_weight(weight->source, unit.number, unit.options);
+void add_weights(Engine& engine, const WeightTable::Streamed& streamed, const GatheredCopies* ranks) {
+  for (const auto& [weight, unit] : streamed.first) {
+    WeightOptions options = unit.options;
+    options.of_this_rank = ranks != nullptr && !ranks->may_gather(*weight->source);
+    weight->id = engine.add_weight(weight->source, unit.number, options);
+  }
   for (const auto& [weight, unit] : streamed.again)
     engine.share_weight(weight->id, unit.number, unit.options);
 }
@@ -123,7 +126,7 @@ void Session::tell_experts_apart(Served& served, const py::dict& experts) {
 bool Session::holds_all(const Streamed& streamed, const Budget& budget) {
   if (!budget.bytes) return false;
   const std::shared_ptr<Engine> engine = new_engine(budget);
-  add_weights(*engine, streamed);
+  add_weights(*engine, streamed, options_.ranks.get());
   return engine->holds_all();
 }
 
@@ -247,7 +250,7 @@ void Session::draft_plan(Draft& draft, const std::optional<Placed>& placed, bool
     if (placed && (!placed->measured || applies_to(*placed->measured, draft.streamed))) prior = placed->plan;
     draft.plan->engine = new_engine(draft.plan->budget, std::move(prior));
   }
-  add_weights(*draft.plan->engine, draft.streamed);
+  add_weights(*draft.plan->engine, draft.streamed, options_.ranks.get());
   for (Weight* const weight : weights) draft.plan->weights.push_back(weight->shared_from_this());
   const std::vector<std::vector<WeightId>> on_device = residents_on_device(draft);
   const py::gil_scoped_release release;

@@ -51,6 +51,6 @@ class SharedOut:
         if self.private_bytes:
             text += (
                 f"; {format_bytes(self.private_bytes)} were of weights that each rank has to itself, or "
-                "travel with such"
+                "lie behind such"
             )
         return text

@@ -49,6 +49,9 @@ class Model(nn.Module):
 
 model = Model().requires_grad_(False)
 masters = same.choice(["shared", "shared", "mapped", "private"])
+trained = same.sample([name for name, _ in model.named_parameters()], same.choice([0, 0, 1, 3, 8]))
+for name in trained:  # what trains is private to a rank
+    model.get_parameter(name).requires_grad_(True)
 if masters == "shared":
     dynswap_ext.share_masters(model)
 elif masters == "mapped":
@@ -88,13 +91,19 @@ def step(kind, x):
     elif kind == "read":
         index = own.randrange(len(model.blocks))
         testing.assert_bit_equal(model.blocks[index].down.weight, plain.blocks[index].down.weight)
+    elif kind == "a write of each rank":
+        for name in trained:
+            value = own.randrange(16) / 16
+            for written in (model, plain):
+                with torch.no_grad():
+                    written.get_parameter(name).fill_(value)
     elif kind == "another budget":
         handle.retune(same.choice(["minimum", "2MiB", "4MiB"]))
     elif kind == "another install":
         handle = dynswap_ext.install(model, **options)
 
 kinds = ["inference", "training", "a part", "fewer blocks", "other blocks on each rank", "a pause",
-         "keep tensors", "read", "another budget", "another install"]
+         "keep tensors", "read", "a write of each rank", "another budget", "another install"]
 steps = []
 while len(steps) < 40:
     kind = same.choice(kinds)
