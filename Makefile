@@ -231,7 +231,7 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-logo
 	@$(BIN)/clang-format --dry-run -Werror $(CPP)
-	@printf '%s\n' $(filter-out %_windows.cpp,$(wildcard $(addsuffix /*.cpp,$(addprefix csrc/,platform core io mesh transfer host sim)))) \
+	@printf '%s\n' $(filter-out %_windows.cpp,$(wildcard $(addsuffix /*.cpp,$(addprefix csrc/,platform core io lossless mesh transfer host sim)))) \
 	  | xargs -P $(JOBS) -n 4 sh -c '$(BIN)/clang-tidy --quiet "$$@" -- -std=c++20 -Icsrc 2> /dev/null' _
 
 types: $(VENV)/.dev

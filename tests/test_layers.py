@@ -10,16 +10,19 @@ CSRC = Path(__file__).resolve().parent.parent / "csrc"
 BELOW = {
     "platform": set(),
     "core": {"platform"},
-    "io": {"platform", "core"},
+    "io": {"platform", "core", "lossless"},
+    "lossless": {"platform", "core"},
     "mesh": {"platform", "core"},
     "sim": {"platform", "core", "mesh"},
     "host": {"platform", "core", "io"},
     "transfer": {"platform", "core", "io"},
-    "cuda": {"platform", "core", "io", "transfer"},
+    "cuda": {"platform", "core", "io", "lossless", "transfer"},
     "accelerator": {"platform", "core", "io", "host", "transfer", "cuda"},
-    "tensor": {"platform", "core", "io", "mesh", "transfer", "accelerator"},
-    "session": {"platform", "core", "io", "sim", "mesh", "accelerator", "tensor"},
-    "python": {"platform", "core", "io", "sim", "host", "transfer", "accelerator", "tensor", "session"},
+    "tensor": {"platform", "core", "io", "lossless", "mesh", "transfer", "accelerator"},
+    "session": {"platform", "core", "io", "lossless", "sim", "mesh", "accelerator", "tensor"},
+    "python": {
+        *("platform", "core", "io", "lossless", "sim", "host", "transfer", "accelerator", "tensor", "session")
+    },
 }
 #: Headers that only csrc/platform includes.
 OF_A_SYSTEM = re.compile(

@@ -47,7 +47,7 @@ ROOT = Path(__file__).resolve().parents[2]
 UNITS = (
     ("python", "session", "tensor", "accelerator"),
     ("core", "transfer"),
-    ("io", "mesh", "platform", "host", "sim"),
+    ("io", "lossless", "mesh", "platform", "host", "sim"),
 )
 #: What the package needs besides torch.
 REQUIREMENTS = ("rich>=13",)

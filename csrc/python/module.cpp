@@ -22,6 +22,7 @@
 #include "python/call.h"
 #include "python/host_register.h"
 #include "python/interpreter.h"
+#include "python/lossless.h"
 #include "session/calls.h"
 #include "session/errors.h"
 #include "session/module_state.h"
@@ -256,6 +257,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   translate_errors();
   define_module_state();
   define_attribute(m);
+  define_lossless(m);
 
   py::class_<Session, std::shared_ptr<Session>>(m, "Session",
                                                 "One install: a model's weights and their engine.")

@@ -6,45 +6,78 @@
 #include <map>
 #include <mutex>
 #include <string>
+#include <type_traits>
 
 #include "cuda/cast_loop.h"
+#include "cuda/decode_loop.h"
 
 namespace pretend {
 namespace {
 
-using Cast = void (*)(void* to, const void* from, std::size_t count, std::size_t runs, std::size_t threads);
+using Launch = Work (*)(void** arguments, std::size_t threads);
 
-/// The kernel's own loop, one thread after the other.
-template <class To, class From>
-void cast(void* to, const void* from, std::size_t count, std::size_t runs, std::size_t threads) {
-  for (std::size_t thread = 0; thread < threads; ++thread) {
-    dynswap::cast_loop(static_cast<To*>(to), static_cast<const From*>(from), count, runs, thread, threads);
+/// The kernels' own loops, one thread or one warp after the other.
+struct CastKernel {
+  template <class To, class From>
+  static Work work(void** arguments, std::size_t threads) {
+    const auto to = *static_cast<To**>(arguments[0]);
+    const auto from = *static_cast<const From**>(arguments[1]);
+    const auto count = *static_cast<std::size_t*>(arguments[2]);
+    const auto runs = *static_cast<std::size_t*>(arguments[3]);
+    return [=] {
+      auto* const dst = reinterpret_cast<To*>(hidden(to));
+      const auto* const src = reinterpret_cast<const From*>(hidden(from));
+      for (std::size_t thread = 0; thread < threads; ++thread) {
+        dynswap::cast_loop(dst, src, count, runs, thread, threads);
+      }
+    };
   }
-}
+};
+struct DecodeKernel {
+  template <class To, class From>
+  static Work work(void** arguments, std::size_t threads) {
+    if constexpr (sizeof(From) == 2 || std::is_same_v<From, float>) {
+      const auto to = *static_cast<To**>(arguments[0]);
+      auto from = *static_cast<dynswap::Decoding*>(arguments[1]);
+      return [=]() mutable {
+        auto* const dst = reinterpret_cast<To*>(hidden(to));
+        from.coded = hidden(from.coded);
+        from.index = reinterpret_cast<const std::uint64_t*>(hidden(from.index));
+        const std::size_t warps = threads / dynswap::kLanes;
+        for (std::size_t warp = 0; warp < warps; ++warp) {
+          dynswap::decode_on_host<To, From>(dst, from, warp, warps);
+        }
+      };
+    } else {
+      return nullptr;
+    }
+  }
+};
 
-template <class To>
-Cast cast_from(const std::string& from) {
-  if (from == "double") return &cast<To, double>;
-  if (from == "float") return &cast<To, float>;
-  if (from == "dynswap::F16") return &cast<To, dynswap::F16>;
-  if (from == "dynswap::BF16") return &cast<To, dynswap::BF16>;
-  if (from == "dynswap::F8E4M3FN") return &cast<To, dynswap::F8E4M3FN>;
-  if (from == "dynswap::F8E5M2") return &cast<To, dynswap::F8E5M2>;
+template <class Kernel, class To>
+Launch launch_from(const std::string& from) {
+  if (from == "double") return &Kernel::template work<To, double>;
+  if (from == "float") return &Kernel::template work<To, float>;
+  if (from == "dynswap::F16") return &Kernel::template work<To, dynswap::F16>;
+  if (from == "dynswap::BF16") return &Kernel::template work<To, dynswap::BF16>;
+  if (from == "dynswap::F8E4M3FN") return &Kernel::template work<To, dynswap::F8E4M3FN>;
+  if (from == "dynswap::F8E5M2") return &Kernel::template work<To, dynswap::F8E5M2>;
   return nullptr;
 }
 
-Cast cast_of(const std::string& to, const std::string& from) {
-  if (to == "double") return cast_from<double>(from);
-  if (to == "float") return cast_from<float>(from);
-  if (to == "dynswap::F16") return cast_from<dynswap::F16>(from);
-  if (to == "dynswap::BF16") return cast_from<dynswap::BF16>(from);
-  if (to == "dynswap::F8E5M2") return cast_from<dynswap::F8E5M2>(from);
+template <class Kernel>
+Launch launch_of(const std::string& to, const std::string& from) {
+  if (to == "double") return launch_from<Kernel, double>(from);
+  if (to == "float") return launch_from<Kernel, float>(from);
+  if (to == "dynswap::F16") return launch_from<Kernel, dynswap::F16>(from);
+  if (to == "dynswap::BF16") return launch_from<Kernel, dynswap::BF16>(from);
+  if (to == "dynswap::F8E5M2") return launch_from<Kernel, dynswap::F8E5M2>(from);
   return nullptr;
 }
 
 std::mutex mutex;
-std::map<const void*, Cast>& casts() {
-  static auto* const all = new std::map<const void*, Cast>;
+std::map<const void*, Launch>& launches() {
+  static auto* const all = new std::map<const void*, Launch>;
   return *all;
 }
 
@@ -55,27 +88,24 @@ void register_kernel(const void* handle, const char* mangled) {
   const std::string name = demangled == nullptr ? mangled : demangled;
   std::free(demangled);
   // "void dynswap::...::cast_kernel<double, float>(double*, ...)"
-  const auto open = name.find("cast_kernel<"), comma = name.find(", ", open), close = name.find('>', comma);
+  const auto open = name.find("_kernel<"), comma = name.find(", ", open), close = name.find('>', comma);
   if (open == std::string::npos || close == std::string::npos) return;
-  const std::string to = name.substr(open + 12, comma - open - 12),
+  const std::string to = name.substr(open + 8, comma - open - 8),
                     from = name.substr(comma + 2, close - comma - 2);
+  const bool decodes = name.find("decode_kernel<") != std::string::npos;
   const std::lock_guard lock(mutex);
-  casts()[handle] = cast_of(to, from);
+  launches()[handle] = decodes ? launch_of<DecodeKernel>(to, from) : launch_of<CastKernel>(to, from);
 }
 
 Work kernel(const void* handle, void** arguments, std::size_t threads) {
-  Cast cast = nullptr;
+  Launch launch = nullptr;
   {
     const std::lock_guard lock(mutex);
-    const auto found = casts().find(handle);
-    if (found == casts().end() || found->second == nullptr) return nullptr;
-    cast = found->second;
+    const auto found = launches().find(handle);
+    if (found == launches().end() || found->second == nullptr) return nullptr;
+    launch = found->second;
   }
-  void* const to = *static_cast<void**>(arguments[0]);
-  const void* const from = *static_cast<const void**>(arguments[1]);
-  const std::size_t count = *static_cast<std::size_t*>(arguments[2]);
-  const std::size_t runs = *static_cast<std::size_t*>(arguments[3]);
-  return [=] { cast(hidden(to), hidden(from), count, runs, threads); };
+  return launch(arguments, threads);
 }
 
 }  // namespace pretend

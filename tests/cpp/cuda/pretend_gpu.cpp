@@ -7,6 +7,8 @@
 
 #include "cuda/cast_kernels.h"
 #include "cuda/convert.h"
+#include "cuda/decode_kernels.h"
+#include "cuda/decode_loop.h"
 #include "transfer/copy_plan.h"
 
 namespace dynswap::gpu {
@@ -124,6 +126,27 @@ cudaError_t launch_cast(void* dst, Scalar dst_type, const void* src, Scalar src_
   pretend::count(&pretend::Counts::kernels);
   gpu::enqueue(stream,
                [=] { gpu::cast(pretend::hidden(dst), dst_type, pretend::hidden(src), src_type, count); });
+  return cudaSuccess;
+}
+
+cudaError_t launch_decode(void* dst, Scalar dst_type, const CodedBlocks& from, Scalar stored,
+                          std::size_t first, std::size_t count, cudaStream_t stream) noexcept {
+  if (!device_casts_to(dst_type)) pretend::violate("a decoding to what the device does not know");
+  if (count == 0) return cudaSuccess;
+  pretend::count(&pretend::Counts::kernels);
+  gpu::enqueue(stream, [=] {
+    const auto* const index = reinterpret_cast<const std::uint64_t*>(pretend::hidden(from.index));
+    const Decoding decoding({pretend::hidden(from.coded), index, from.blocks, from.weights}, stored, first,
+                            count);
+    gpu::with(dst_type, [&]<class To>(To) {
+      if constexpr (!std::is_same_v<To, F8E4M3FN>) {
+        auto* const to = reinterpret_cast<To*>(pretend::hidden(dst));
+        if (stored == Scalar::f32) decode_on_host<To, float>(to, decoding, 0, 1);
+        if (stored == Scalar::f16) decode_on_host<To, F16>(to, decoding, 0, 1);
+        if (stored == Scalar::bf16) decode_on_host<To, BF16>(to, decoding, 0, 1);
+      }
+    });
+  });
   return cudaSuccess;
 }
 

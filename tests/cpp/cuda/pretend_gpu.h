@@ -1,8 +1,8 @@
 // The pretend device (tests/device) as the C++ tests of csrc/cuda use it. Its runtime is what they link in
 // place of CUDA's.
 //
-// The kernels are replaced (launch_cast), as nothing compiles them here, by the same conversions on the
-// device's thread.
+// The kernels are replaced (launch_cast, launch_decode), as nothing compiles them here, by the same
+// conversions on the device's thread.
 #pragma once
 
 #include <cuda_runtime_api.h>
