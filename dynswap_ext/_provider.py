@@ -33,6 +33,7 @@ from dynswap_ext.config import (
     provider_from_environment,
 )
 from dynswap_ext.errors import ConfigError, DeviceError
+from dynswap_ext.lossless import code as lossless_code
 
 _STAY = "Weights that fit can stay on the device (`budget=`), where nothing waits for them"
 _SILENCE = "DYNSWAP_PROVIDER=python takes pure Python without this warning"
@@ -452,3 +453,6 @@ def _extension() -> _Extension:
         # this cycle.
         gc.callbacks.append(lambda phase, _: module.release_idle_nodes() if phase == "start" else None)
     return _Extension(module, "", build)
+
+
+lossless_code.extension = lambda: _extension().module

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import itertools
+import mmap
 import os
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -22,9 +24,11 @@ from dynswap_ext.checkpoint.summary import names_of_each, text_of
 from dynswap_ext.checkpoint.writing.blocks import write
 from dynswap_ext.checkpoint.writing.direct import Files
 from dynswap_ext.checkpoint.writing.layout import Piece, split
+from dynswap_ext.checkpoint.writing.lossless import coded
 from dynswap_ext.checkpoint.writing.sources import Latest, from_file, from_tensor
 from dynswap_ext.checkpoint.writing.target import Target
 from dynswap_ext.errors import ConfigError, SourceError
+from dynswap_ext.lossless.tensor import LosslessTensor
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,10 @@ class Conversion:
     source_bytes: int
     #: Bytes of the tensors in the result.
     written_bytes: int
+    #: For each tensor that is coded without loss, by how much smaller that makes it, such as 1.41.
+    ratios: Mapping[str, float]
+    #: `written_bytes` without that code.
+    decoded_bytes: int
     #: The part of `written_bytes` that an interrupted run had written and that was found intact.
     resumed_bytes: int
     #: How long the conversion took.
@@ -55,15 +63,16 @@ def convert(
     dtype: torch.dtype | None = None,
     max_shard_size: int | str | None = None,
     rename: Rename | None = None,
+    lossless: bool = False,
     progress: ProgressOption = False,
     overwrite: bool = False,
 ) -> Conversion:
     r"""Write a checkpoint of any format as safetensors.
 
     It takes some 40 MB of memory, for a checkpoint of any size. (A tensor that a distributed checkpoint has
-    in chunks is put together in memory, one at a time.) Each block of 4 MiB is read back from the disk and
-    compared by checksum. The checksums are kept in the header, for `verify`. After an interruption, the same
-    call does only what is not done yet.
+    in chunks is put together in memory, one at a time, and so is one that is coded without loss.) Each block
+    of 4 MiB is read back from the disk and compared by checksum. The checksums are kept in the header, for
+    `verify`. After an interruption, the same call does only what is not done yet.
 
     Parameters
     ----------
@@ -81,6 +90,11 @@ def convert(
     rename
         From the source's names to new ones: a function, or rules as in ``{r"^module\.": ""}``. None as a new
         name leaves the entry out.
+    lossless
+        Write bfloat16, float32 and float16 tensors in a code without loss, in which trained weights take some
+        30 %, 15 % and 10 % less. `load` and all else here read it as the same values, to the bit; other
+        programs see the coded bytes. Each tensor is read twice. False writes plain tensors, also from coded
+        ones.
     progress
         True shows a bar where stderr is a terminal or a notebook. A function is called with the bytes written
         so far, including those of an interrupted run, and the total.
@@ -112,7 +126,9 @@ def convert(
     checkpoint = open_checkpoint(source)
     _check_target(source, checkpoint, target, overwrite)
     with Files() as files, shown(progress, "converting") as report:
-        pieces = _pieces(checkpoint, dtype, rename, files)
+        pieces = _pieces(checkpoint, dtype, rename, files, lossless=lossless)
+        if lossless:
+            pieces = coded(pieces)
         layouts = split(pieces, target.shard, text_of(checkpoint))
         try:
             path, written, resumed = write(target, layouts, report, source=checkpoint, overwrite=overwrite)
@@ -129,13 +145,15 @@ def convert(
         tensors=len(pieces),
         source_bytes=sum(entry.nbytes for entry in checkpoint.entries.values()),
         written_bytes=sum(layout.data_bytes for layout in layouts),
+        ratios={piece.names[0]: piece.decoded_bytes / piece.nbytes for piece in pieces if piece.coded},
+        decoded_bytes=sum(piece.decoded_bytes for piece in pieces),
         resumed_bytes=resumed,
         seconds=time.monotonic() - begun,
     )
 
 
 def _pieces(
-    checkpoint: Checkpoint, dtype: torch.dtype | None, rename: Rename | None, files: Files
+    checkpoint: Checkpoint, dtype: torch.dtype | None, rename: Rename | None, files: Files, *, lossless: bool
 ) -> list[Piece]:
     """Return the tensors to write, in the order of the checkpoint, with their new dtypes and names.
 
@@ -150,22 +168,39 @@ def _pieces(
             f"{checkpoint.path} holds what is no tensor ({listed(others)}), which safetensors cannot "
             "keep; leave it out with a rename function that returns None for it"
         )
-    pieces, latest = [], Latest(checkpoint.tensor)
+
+    def in_memory(name: str) -> torch.Tensor:
+        entry = checkpoint.entries[name]
+        if not entry.encoding or entry.offset is None:
+            return checkpoint.tensor(name)
+        stored = torch.frombuffer(
+            mmap.mmap(-1, entry.nbytes), dtype=torch.uint8
+        )  # not the heap, that keeps it
+        from_file(files, entry.file, entry.offset, torch.uint8)(0, stored)
+        return LosslessTensor(stored, entry.dtype, entry.shape, f"{name} in {entry.file}")
+
+    pieces, latest = [], Latest(in_memory)
     for old, *ties in names:
         kept = sorted(new_names[name] for name in (old, *ties) if name in new_names)
         if not kept:
             continue
         entry = checkpoint.entries[old]
-        if entry.encoding:
+        if not entry.is_exact:
             raise ConfigError(
                 f"{old} in {checkpoint.path} is stored as {entry.encoding}, which safetensors has no "
                 "dtype for; convert the checkpoint that it was made from"
             )
-        if entry.offset is None:
+        as_stored = not entry.encoding or (lossless and cast_to(dtype, entry) == entry.dtype)
+        if entry.offset is None or not as_stored:
             source = from_tensor(functools.partial(latest, old))
         else:
-            source = from_file(files, entry.file, entry.offset, entry.dtype)
-        pieces.append(Piece(tuple(kept), cast_to(dtype, entry), entry.shape, source))
+            of_file = torch.uint8 if entry.encoding else entry.dtype
+            source = from_file(files, entry.file, entry.offset, of_file)
+        if entry.encoding and as_stored:
+            form = entry.dtype, entry.shape
+            pieces.append(Piece(tuple(kept), torch.uint8, (entry.nbytes,), source, coded=form))
+        else:
+            pieces.append(Piece(tuple(kept), cast_to(dtype, entry), entry.shape, source))
     return pieces
 
 

@@ -44,6 +44,7 @@ def load(
     rename: Rename | None = None,
     transform: Transform | None = None,
     assign: bool = True,
+    coded: bool = False,
     weights_only: bool = True,
     progress: ProgressOption = False,
 ) -> ModuleT:
@@ -79,6 +80,10 @@ def load(
         still have them; gradients are dropped. False: values are copied, one tensor after the other, into the
         model's own tensors, which keep their memory, device and dtype. If either tensor is a subclass, it is
         copied through ``module_load``.
+    coded
+        True: bfloat16, float32 and float16 entries are read into RAM, one after the other, in a code without
+        loss, in which trained weights take some 30 %, 15 % and 10 % less. A weight that is written to, as by
+        training, is decoded for good. For frozen models a little larger than RAM, if their disk is slow.
     weights_only
         False lets a pickle run code: only for files from people whose code you would run.
     progress
@@ -114,7 +119,7 @@ def load(
     """
     log_to_stderr(config.log_level())
     begun = time.monotonic()
-    where = _checked_device(device, dtype, transform, assign)
+    where = _checked_device(device, dtype, transform, assign, coded)
     check_progress(progress)
     if not isinstance(path, (str, PathLike, Checkpoint)):
         raise ConfigError(_no_path(path))
@@ -128,7 +133,7 @@ def load(
     try:
         with Window(checkpoint) as window, shown(progress, "loading") as report:
             own: dict[str, Any] = model.state_dict(keep_vars=True)
-            entries = ModelEntries(checkpoint, names, where, dtype, transform, window, report)
+            entries = ModelEntries(checkpoint, names, where, dtype, transform, window, coded, report)
             _load_entries(model, own, entries, snapshot, strict=strict, assign=assign)
         snapshot.keep_objects()
         fill_unsaved(model, factory, saved=own)
@@ -158,7 +163,7 @@ def _no_path(given: Any) -> str:
     return message
 
 
-def _checked_device(device: Any, dtype: Any, transform: Any, assign: bool) -> torch.device:
+def _checked_device(device: Any, dtype: Any, transform: Any, assign: bool, coded: bool) -> torch.device:
     """Return the device of the masters. Raise ConfigError if the arguments cannot be used together."""
     if device is None:
         raise ConfigError("device is None; expected 'cpu', which reads nothing, or an accelerator")
@@ -168,6 +173,11 @@ def _checked_device(device: Any, dtype: Any, transform: Any, assign: bool) -> to
     check_dtype(dtype)
     if transform is not None and not callable(transform):
         raise ConfigError(f"transform is {transform!r}; expected a function of a name and a tensor")
+    if coded and (where.type != "cpu" or not assign):
+        raise ConfigError(
+            "coded=True keeps coded masters in RAM, from which install() streams them: leave device and "
+            "assign=False out"
+        )
     if not assign and (where.type != "cpu" or dtype is not None):
         raise ConfigError(
             "assign=False copies values into the module's own tensors, which keep device and dtype: "

@@ -29,8 +29,8 @@ def check_dtype(dtype: Any) -> None:
 
 
 def cast_to(dtype: torch.dtype | None, entry: Entry) -> torch.dtype:
-    """Return the dtype of an entry after the cast to `dtype`, which changes plain floating entries alone."""
-    casts = entry.dtype.is_floating_point and not entry.encoding
+    """Return the dtype of an entry after the cast to `dtype`, which leaves integers and blocks alone."""
+    casts = entry.dtype.is_floating_point and entry.is_exact
     return dtype if dtype is not None and casts else entry.dtype
 
 

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
+
+#: The encoding of entries that are coded without loss. They are plain values in all but their bytes.
+LOSSLESS: Final = "lossless"
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +28,16 @@ class Entry:
     offset: int | None
     #: The name of the encoding of the bytes, such as "Q4_K"; empty if they are plain values of `dtype`.
     encoding: str = ""
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the bytes stand for exactly these values of `dtype`, plain or coded without loss."""
+        return self.encoding in ("", LOSSLESS)
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes when the tensor is computed with: the file's, or those of the values if they were coded."""
+        return prod(self.shape) * self.dtype.itemsize if self.encoding == LOSSLESS else self.nbytes
 
 
 @dataclass(eq=False, repr=False)

@@ -18,9 +18,11 @@ from dynswap_ext._util.option_names import check_option_names
 from dynswap_ext.checkpoint.writing.blocks import write
 from dynswap_ext.checkpoint.writing.direct import Files
 from dynswap_ext.checkpoint.writing.layout import Piece, split
-from dynswap_ext.checkpoint.writing.sources import source_of
+from dynswap_ext.checkpoint.writing.lossless import coded
+from dynswap_ext.checkpoint.writing.sources import from_tensor, source_of
 from dynswap_ext.checkpoint.writing.target import Target, replace, sync
 from dynswap_ext.errors import ConfigError, SourceError
+from dynswap_ext.lossless.tensor import LosslessTensor
 
 #: Suffixes of files that are written with torch.save.
 _TORCH: Final = (".pt", ".pth", ".bin")
@@ -33,6 +35,7 @@ def save(
     *,
     max_shard_size: int | str | None = None,
     metadata: Mapping[str, str] | None = None,
+    lossless: bool = False,
 ) -> Path:
     """Write the state dict of a model, installed or not: its masters, with all changes to them.
 
@@ -49,6 +52,10 @@ def save(
         split into shards. Default: no limit for a file, 5 GB for a folder.
     metadata
         Text to put into the header of each safetensors file.
+    lossless
+        Write bfloat16, float32 and float16 tensors in a code without loss, in which trained weights take some
+        30 %, 15 % and 10 % less. `load` reads it as the same values, to the bit; other programs see the coded
+        bytes. Masters that are coded already are written as they are; each other one is read twice.
 
     Returns
     -------
@@ -81,10 +88,11 @@ def save(
         raise ConfigError(f"save() takes a torch.nn.Module, not a {type(model).__name__}")
     path = Path(path)
     if path.suffix in _TORCH and not os.path.isdir(path):
-        if max_shard_size is not None or metadata:
+        if max_shard_size is not None or metadata or lossless:
             raise ConfigError(
-                f"{path} would be a file of torch.save, which has neither shards nor metadata; leave out "
-                "max_shard_size and metadata, or save to a path that ends in .safetensors"
+                f"{path} would be a file of torch.save, which has neither shards nor metadata nor lossless "
+                "tensors; leave out max_shard_size, metadata and lossless, or save to a path that ends in "
+                ".safetensors"
             )
         return _save_torch(model.state_dict(), Path(os.path.realpath(path)))
     target, text = Target.of(path, max_shard_size), dict(metadata or {})
@@ -95,7 +103,8 @@ def save(
             "keeps only text, so write it as such (json.dumps)"
         )
     with Files() as files:
-        return write(target, split(_pieces(model.state_dict(), files), target.shard, text))[0]
+        pieces = _pieces(model.state_dict(), files, lossless=lossless)
+        return write(target, split(coded(pieces) if lossless else pieces, target.shard, text))[0]
 
 
 def _save_torch(state: dict[str, Any], path: Path) -> Path:
@@ -119,7 +128,7 @@ def _save_torch(state: dict[str, Any], path: Path) -> Path:
     return path
 
 
-def _pieces(state: dict[str, Any], files: Files) -> list[Piece]:
+def _pieces(state: dict[str, Any], files: Files, *, lossless: bool) -> list[Piece]:
     others = [name for name, value in state.items() if not isinstance(value, torch.Tensor)]
     if others:
         raise ConfigError(
@@ -129,20 +138,38 @@ def _pieces(state: dict[str, Any], files: Files) -> list[Piece]:
     _refuse_meta(state)
     ties: dict[object, list[str]] = {}
     for name, tensor in state.items():
-        if not is_plain(tensor) or tensor.layout != torch.strided:
+        if isinstance(tensor, LosslessTensor):
+            # Its data_ptr() would decode it for good.
+            address = tensor.untyped_storage().data_ptr(), tensor.storage_offset()
+        elif is_plain(tensor) and tensor.layout == torch.strided:
+            address = tensor.data_ptr(), 0
+        else:
             raise ConfigError(
                 f"{name} is a {type(tensor).__name__} of layout {tensor.layout}, and safetensors holds plain "
                 "tensors alone; save to a path that ends in .pt, or replace it by a plain tensor"
             )
         bits = tensor.is_conj(), tensor.is_neg()
-        place = tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), bits
+        place = tensor.device, address, tensor.dtype, tensor.shape, tensor.stride(), bits
         ties.setdefault(place if tensor.numel() else name, []).append(name)
     mappings = FileMappings()
     return [
-        Piece(tuple(sorted(names)), tensor.dtype, tuple(tensor.shape), source_of(tensor, mappings, files))
+        _piece(tuple(sorted(names)), state[names[0]].detach(), mappings, files, lossless=lossless)
         for names in ties.values()
-        for tensor in [state[names[0]].detach()]
     ]
+
+
+def _piece(
+    names: tuple[str, ...], tensor: torch.Tensor, mappings: FileMappings, files: Files, *, lossless: bool
+) -> Piece:
+    form = tensor.dtype, tuple(tensor.shape)
+    if isinstance(tensor, LosslessTensor):
+        if (stored := tensor.coded) is not None and tensor.is_whole() and lossless:
+            source = source_of(stored, mappings, files)
+            return Piece(names, torch.uint8, (stored.numel(),), source, coded=form)
+        if (plain := tensor.plain) is None:
+            return Piece(names, *form, from_tensor(lambda: tensor))
+        tensor = plain
+    return Piece(names, *form, source_of(tensor, mappings, files))
 
 
 def _refuse_meta(tensors: Mapping[str, torch.Tensor]) -> None:

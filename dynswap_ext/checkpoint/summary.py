@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -16,7 +16,7 @@ from dynswap_ext._util.memory import exact_bytes, format_bytes
 from dynswap_ext._util.name_patterns import key_of, pattern_of
 from dynswap_ext._util.tables import Printable, facts_grid, plain_table
 from dynswap_ext.checkpoint.formats import open_checkpoint
-from dynswap_ext.checkpoint.reader import Checkpoint, Entry
+from dynswap_ext.checkpoint.reader import LOSSLESS, Checkpoint, Entry
 from dynswap_ext.checkpoint.weight_units import library_config, modules_of, units_of
 from dynswap_ext.checkpoint.writing.layout import CHECKSUMS
 from dynswap_ext.config import provider_from_environment
@@ -53,7 +53,7 @@ class Summary(Printable):
     objects: tuple[str, ...]
     #: Text in addition to the tensors, without ties and checksums.
     metadata: Mapping[str, str]
-    #: Bytes of all tensors as they are stored; shared ones count once.
+    #: Bytes of all tensors as they are stored, also of coded ones; shared ones count once.
     total_bytes: int
     bytes_by_dtype: Mapping[str, int]
     #: By "cpu" and "accelerator", the weights that decide the smallest budget of an install there, in the
@@ -90,7 +90,7 @@ class Summary(Printable):
         for names in alike.values():
             entry = self.entries[names[0]]
             shape = " x ".join(map(str, entry.shape)) or "scalar"
-            size = format_bytes(sum(self.entries[name].nbytes for name in names))
+            size = _size([self.entries[name] for name in names])
             cells.append((pattern_of(names), str(len(names)), shape, dtype_name(entry), size))
         columns = ("key", "tensors", "shape", "dtype", "bytes")
         return plain_table(columns, cells, right=("tensors", "bytes"))
@@ -100,11 +100,13 @@ class Summary(Printable):
         group = self.largest_group
         metadata = [f"{name}: {text[:100]}" for name, text in self.metadata.items()]
         sizes = (f"{name} {format_bytes(size)}" for name, size in self.bytes_by_dtype.items())
+        coded = [entry for entry in self.entries.values() if entry.encoding == LOSSLESS]
         facts = {
             "format": self.format,
             "files": listed(list(map(str, self.files)), 10, lines=True),
             "tensors": f"{len(self.entries)}, {exact_bytes(self.total_bytes)}",
             "dtypes": ", ".join(sizes),
+            "lossless": f"{len(coded)} tensors, {_size(coded)}" if coded else "",
             "ties": listed([" = ".join(tie) for tie in self.ties], 10, lines=True),
             "not tensors": listed(self.objects, 10),
             "metadata": listed(metadata, 10, lines=True),
@@ -193,6 +195,13 @@ def _ties_in_metadata(checkpoint: Checkpoint) -> dict[str, str]:
     return {name: kept for name, kept in text.items() if name not in entries and kept in entries}
 
 
+def _size(entries: Sequence[Entry]) -> str:
+    """Return the bytes of entries as text, with the ratio by which the lossless code makes them smaller."""
+    stored, used = (sum(getattr(each, name) for each in entries) for name in ("nbytes", "used_bytes"))
+    smaller = f" for {format_bytes(used)} ({used / stored:.2f} times smaller)" if used != stored else ""
+    return format_bytes(stored) + smaller
+
+
 def tie_identity(name: str, entry: Entry) -> object:
     """Return a key that is equal for entries that are one tensor under several names."""
     if entry.offset is None or entry.nbytes == 0:
@@ -202,7 +211,8 @@ def tie_identity(name: str, entry: Entry) -> object:
 
 def dtype_name(entry: Entry) -> str:
     """Return the name of an entry's dtype, or of the encoding of its bytes."""
-    return entry.encoding or str(entry.dtype).removeprefix("torch.")
+    name = str(entry.dtype).removeprefix("torch.")
+    return f"{name} {LOSSLESS}" if entry.encoding == LOSSLESS else entry.encoding or name
 
 
 def _provider() -> str:
@@ -217,12 +227,12 @@ def _largest_group(entries: Mapping[str, Entry], device: str, *, fuses: bool) ->
         return None
     if _provider() == "python":
         together = [names for names, at_once in modules_of(entries) if at_once] + [[name] for name in entries]
-        groups = [Group(tuple(names), sum(entries[name].nbytes for name in names)) for names in together]
+        groups = [Group(tuple(names), sum(entries[name].used_bytes for name in names)) for names in together]
         return None if device == "cpu" else max(groups, key=lambda group: group.nbytes)
     units = units_of(entries, fuses=fuses)
     weights = [(number, weight) for number, unit in enumerate(units) for weight in unit.weights]
     nbytes, members = native_extension().smallest_budget(
-        [(weight.name, weight.nbytes, 0.0, unit) for unit, weight in weights],
+        [(weight.name, weight.used_bytes, 0.0, unit) for unit, weight in weights],
         [weight.place() for _, weight in weights],
         _BACKENDS[device],
         {number for number, unit in enumerate(units) if unit.at_once},

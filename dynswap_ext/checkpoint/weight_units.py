@@ -12,7 +12,7 @@ from torch import Size
 
 from dynswap_ext._util.experts import experts_of_names
 from dynswap_ext._util.needed_at_once import units_of_names
-from dynswap_ext.checkpoint.reader import Entry
+from dynswap_ext.checkpoint.reader import LOSSLESS, Entry
 
 #: Matrices of an expert that transformers fuses into one when it loads them.
 _FUSED_PAIRS: Final = (("gate_proj", "up_proj"), ("w1", "w3"))
@@ -33,11 +33,17 @@ class StoredWeight:
     offset: int | None
 
     def place(self, *, cast: bool = False) -> tuple[str, int, bool] | None:
-        """Return where the engine reads the weight: the file, the offset, and the given `cast`.
+        """Return where the engine reads the weight: the file, the offset, and whether it converts it.
 
-        None if it is in memory.
+        That is so if it is coded, or if it is `cast`. None if the weight is in memory.
         """
-        return None if self.offset is None else (str(self.entry.file), self.offset, cast)
+        converted = cast or self.entry.encoding == LOSSLESS
+        return None if self.offset is None else (str(self.entry.file), self.offset, converted)
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes on the device, in the dtype of the entry: those in the file, unless these are coded."""
+        return self.elements * self.entry.dtype.itemsize if self.entry.encoding == LOSSLESS else self.nbytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,7 +81,7 @@ def _info(options: argparse.Namespace) -> int:
 def _add_convert(commands: Any) -> None:
     convert = commands.add_parser(
         "convert",
-        help="write a checkpoint as safetensors: cast, sharded or renamed",
+        help="write a checkpoint as safetensors: cast, sharded, renamed, or coded without loss",
         description="Write a checkpoint of any format as safetensors, in little memory, each block compared "
         "by checksum after it was written. After an interruption the same command continues.",
     )
@@ -98,6 +98,7 @@ def _add_convert(commands: Any) -> None:
         default=[],
         help="a regular expression for names, and what takes its place; may be given again",
     )
+    add("--lossless", action="store_true", help="code floating tensors without loss: bf16 some 30%% smaller")
     add("--overwrite", action="store_true", help="replace an existing checkpoint")
 
 
@@ -108,14 +109,16 @@ def _convert(options: argparse.Namespace) -> int:
         dtype=parse_dtype(options.dtype),
         max_shard_size=options.shard,
         rename=[_rule(text) for text in options.rename] or None,
+        lossless=options.lossless,
         overwrite=options.overwrite,
         progress=True,
     )
     resumed = f", {format_bytes(done.resumed_bytes)} of it by an earlier run" if done.resumed_bytes else ""
     files = f" in {len(done.files)} files" if len(done.files) > 1 else ""
+    ratio = f" ({done.decoded_bytes / done.written_bytes:.2f} times smaller)" if done.ratios else ""
     print(
         f"{done.path}: {done.tensors} tensors, {format_bytes(done.source_bytes)} -> "
-        f"{format_bytes(done.written_bytes)}{files}{resumed}, verified, {done.seconds:.1f} s"
+        f"{format_bytes(done.written_bytes)}{ratio}{files}{resumed}, verified, {done.seconds:.1f} s"
     )
     return 0
 

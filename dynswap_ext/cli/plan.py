@@ -253,8 +253,10 @@ def _print(plan: Plan, case: _Case, dtype: str | None, notes: Sequence[str]) -> 
     """Print the facts of the case, the table of predictions, and what follows from it."""
     nbytes = sum(weight.nbytes for weight in plan.weights)
     moved = sum(weight.moved_bytes for weight in plan.weights)
-    cast = f", {format_bytes(moved)} moved, as the masters are of another dtype" if moved != nbytes else ""
-    on_device = f"{format_bytes(nbytes)}{f' as {dtype}' if dtype else ''}{cast}"
+    coded = any(weight.coded for weight in plan.weights)
+    why = " and ".join(["coded"] * coded + ["of another dtype"] * (dtype is not None or not coded))
+    fewer = f", {format_bytes(moved)} moved, as the masters are {why}" if moved != nbytes else ""
+    on_device = f"{format_bytes(nbytes)}{f' as {dtype}' if dtype else ''}{fewer}"
     latency = f"{plan.latency * 1e6:.3g} us a copy"
     facts = [
         ("model", case.title),

@@ -123,7 +123,7 @@ class DynswapPlugin(BasePlugin):  # type: ignore[misc]
 
     def pre_model_load(self, cfg: Any) -> None:
         """Let transformers map the weights that it fuses while it loads, instead of copying them."""
-        self._fusion.__enter__()  # type: ignore[no-untyped-call]
+        self._fusion.__enter__()
 
     def post_model_build(self, cfg: Any, model: Any) -> None:
         """Stop mapping fused weights, as the model is loaded."""

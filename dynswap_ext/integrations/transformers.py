@@ -23,6 +23,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from dynswap_ext import config
 from dynswap_ext._util.devices import resolve_device
 from dynswap_ext.checkpoint.loading.assembly import MappedFusion
+from dynswap_ext.checkpoint.loading.coded_files import coded_files
 from dynswap_ext.checkpoint.pretrained import warn_of_copies
 from dynswap_ext.errors import ConfigError
 from dynswap_ext.install import install
@@ -75,6 +76,8 @@ class StreamQuantizer(HfQuantizer):  # type: ignore[misc]
         self._options = quantization_config.options
         self._dtype: torch.dtype | None = None
         self._casts = False
+        #: Open during the load. If that fails, it is closed with the quantizer.
+        self._files = coded_files()
 
     def validate_environment(self, device_map: object = None, **_: Any) -> None:
         """Check the options before anything is read, and take the device from `device_map` if it has one."""
@@ -121,10 +124,12 @@ class StreamQuantizer(HfQuantizer):  # type: ignore[misc]
         ]
 
     def preprocess_model(self, model: nn.Module, **_: Any) -> None:
-        """Leave the modules as they are."""
+        """Leave the modules as they are, and have coded weights read as what they stand for."""
+        self._files.__enter__()
 
     def postprocess_model(self, model: Any, **_: Any) -> None:
         """Remove this quantizer from the loaded model, and install the model."""
+        self._files.__exit__(None, None, None)
         del model.hf_quantizer, model.config.quantization_config
         warn_of_copies(model, str(model.name_or_path))
         install(model, dtype=self._dtype if self._casts else None, **self._options)

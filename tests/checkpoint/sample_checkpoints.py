@@ -15,6 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
+from dynswap_ext.checkpoint import convert
 from dynswap_ext.checkpoint.formats import open_checkpoint
 from dynswap_ext.checkpoint.reader import Checkpoint
 from dynswap_ext.errors import SourceError
@@ -94,8 +95,18 @@ def make_gguf(folder: Path) -> Sample:
     return Sample(path, path)
 
 
+def make_lossless(folder: Path) -> Sample:
+    path = folder / "model.safetensors"
+    generator = torch.Generator().manual_seed(1)
+    weights = {"a.weight": torch.randn(40, 60, generator=generator).bfloat16(), **state()}
+    save_file(weights, folder / "plain.safetensors")
+    convert(folder / "plain.safetensors", path, lossless=True)
+    return Sample(path, path)
+
+
 SAMPLES = {
     "safetensors": make_safetensors,
+    "lossless": make_lossless,
     "torch": make_torch,
     "index": make_index,
     "dcp-metadata": make_dcp_metadata,

@@ -36,7 +36,8 @@ _LONGEST = 8192
 _WORDS = (
     '"dtype"', '"shape"', '"data_offsets"', '"__metadata__"', '"weight_map"', '"F32"', '"F8_E8M0"', "NaN",
     "-1", "9223372036854775807", "1e3", "../", "data.pkl", "byteorder", "PK\\x03\\x04", "PK\\x01\\x02",
-    "PK\\x05\\x06", "PK\\x06\\x06", "ctorch._utils\\x0a_rebuild_tensor_v2\\x0a", "\\x93\\x94R",
+    "PK\\x05\\x06", "PK\\x06\\x06",
+    "dynswap_lossless", "tensors", "version", "ctorch._utils\\x0a_rebuild_tensor_v2\\x0a", "\\x93\\x94R",
 )  # fmt: skip
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import shutil
 import warnings
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 
 import dynswap_ext
 from conftest import Provider, accelerate_knows
-from dynswap_ext import testing
+from dynswap_ext import checkpoint, testing
 from dynswap_ext.errors import BudgetError, ConfigError
 from programs import assert_told_once, bytes_of, library
 from sparse_rows import llama_classifier
@@ -70,6 +71,21 @@ def test_another_dtype_is_cast_on_the_way(
     assert {master.dtype for master in masters(model).values()} >= {stored}
     assert model.dtype == plain.dtype == dtype
     assert torch.equal(model(tokens(provider)).logits, plain(tokens(provider)).logits)
+
+
+def test_coded_weights_are_read_as_what_they_stand_for(provider: Provider, tmp_path: Path) -> None:
+    folder = saved(llama(), tmp_path / "plain")
+    plain = Auto.from_pretrained(folder)
+    checkpoint.convert(folder, tmp_path / "coded", lossless=True)
+    for each in folder.glob("*config.json"):
+        shutil.copy(each, tmp_path / "coded")
+    model = Auto.from_pretrained(tmp_path / "coded", quantization_config=config(provider, budget="minimum"))
+    provider.handles.append(dynswap_ext.handle_of(model))
+    testing.assert_bit_equal(dict(model.state_dict()), dict(plain.state_dict()))
+    moved = plain.to(provider.device)
+    assert torch.equal(model.generate(tokens(provider), **ADDED), moved.generate(tokens(provider), **ADDED))
+    if provider.native:
+        assert dynswap_ext.handle_of(model).stats().bytes_moved > 0
 
 
 def test_it_is_saved_as_any_model(provider: Provider, tmp_path: Path) -> None:

@@ -5,8 +5,9 @@ The format: https://github.com/huggingface/safetensors#format
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -21,8 +22,15 @@ from dynswap_ext.checkpoint.formats.common import (
     truncated,
 )
 from dynswap_ext.checkpoint.formats.file_mapping import map_file
-from dynswap_ext.checkpoint.reader import Checkpoint, Entry
+from dynswap_ext.checkpoint.reader import LOSSLESS, Checkpoint, Entry
 from dynswap_ext.errors import SourceError
+from dynswap_ext.lossless.code import CODABLE, fits
+from dynswap_ext.lossless.tensor import LosslessTensor
+
+#: The key of a file's metadata that says which of its entries are coded without loss, and of what.
+CODED: Final = "dynswap_lossless"
+#: The version of the code that is read and written here.
+VERSION: Final = 1
 
 #: The format's own limit on the length of the header.
 _HEADER_LIMIT = 100_000_000
@@ -63,14 +71,16 @@ def read_safetensors(path: Path) -> Checkpoint:
     with opened(path) as (descriptor, size):
         entries, metadata = _read_header(path, descriptor, size)
         storage = map_file(path, descriptor, size)
-    return Checkpoint(
-        path,
-        "safetensors",
-        entries,
-        files=(path,),
-        tensor=lambda name: mapped_tensor(storage, entries[name]),
-        metadata=metadata,
-    )
+    entries = _decoded(path, entries, metadata.pop(CODED, None))
+
+    def tensor(name: str) -> torch.Tensor:
+        entry = entries[name]
+        if not entry.encoding:
+            return mapped_tensor(storage, entry)
+        coded = mapped_tensor(storage, replace(entry, dtype=torch.uint8, shape=(entry.nbytes,)))
+        return LosslessTensor(coded, entry.dtype, entry.shape, f"{name} in {path}")
+
+    return Checkpoint(path, "safetensors", entries, files=(path,), tensor=tensor, metadata=metadata)
 
 
 def _read_header(path: Path, descriptor: int, size: int) -> tuple[dict[str, Entry], dict[str, str]]:
@@ -114,6 +124,32 @@ def _entry(name: str, listing: Any, path: Path, begin: int) -> Entry:
             f"{path} lists {shown(name)} as {shown(listing)}, which cannot be mapped here: {error}{missing}; "
             f"{AGAIN}"
         ) from error
+
+
+def _decoded(path: Path, entries: dict[str, Entry], text: str | None) -> dict[str, Entry]:
+    """Return the entries with the dtypes and shapes of what is coded, which the metadata has as `text`."""
+    if text is None:
+        return entries
+    name: Any = None
+    try:
+        described = parse_json(text.encode())
+        if described["version"] != VERSION:
+            raise ValueError(f"its version is {shown(described['version'])}, and {VERSION} is read here")
+        decoded = dict(entries)
+        for name, listing in described["tensors"].items():
+            entry, dtype, shape = entries[name], DTYPES[listing["dtype"]], tuple(listing["shape"])
+            count = byte_count(dtype, shape) // dtype.itemsize
+            if dtype not in CODABLE or entry.dtype != torch.uint8 or not fits(entry.nbytes, dtype, count):
+                raise ValueError(f"{entry.nbytes:,} bytes of {entry.dtype} cannot stand for {shown(listing)}")
+            decoded[name] = replace(entry, dtype=dtype, shape=shape, encoding=LOSSLESS)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        missing = " is missing, or is no dtype of torch" if isinstance(error, KeyError) else ""
+        raise SourceError(
+            f"{path} has entries that are coded without loss, and what its metadata says of "
+            f"{'them' if name is None else shown(name)} cannot be read here: {error}{missing}; update "
+            f"dynswap_ext, or {AGAIN}"
+        ) from error
+    return decoded
 
 
 def _check_places(path: Path, entries: dict[str, Entry], begin: int, size: int) -> None:

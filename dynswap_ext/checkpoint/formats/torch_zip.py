@@ -9,7 +9,7 @@ import pickle
 import sys
 import zipfile
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import _weights_only_unpickler, serialization
@@ -18,8 +18,9 @@ from dynswap_ext._swap.subclasses import is_plain
 from dynswap_ext._util.places import stored_bytes
 from dynswap_ext.checkpoint.formats.common import AGAIN, opened, pread, shown
 from dynswap_ext.checkpoint.formats.file_mapping import map_file
-from dynswap_ext.checkpoint.reader import Checkpoint, Entry
+from dynswap_ext.checkpoint.reader import LOSSLESS, Checkpoint, Entry
 from dynswap_ext.errors import SourceError
+from dynswap_ext.lossless.tensor import LosslessTensor
 
 
 def read_torch(path: Path, weights_only: bool) -> Checkpoint:
@@ -149,6 +150,9 @@ def offset_in(tensor: torch.Tensor, mapped: torch.UntypedStorage) -> int | None:
 
 
 def _entry(tensor: torch.Tensor, path: Path, mapped: torch.UntypedStorage) -> Entry:
+    if isinstance(tensor, LosslessTensor) and tensor.is_whole():
+        place = offset_in(cast("torch.Tensor", tensor.coded), mapped)
+        return Entry(tensor.dtype, tuple(tensor.shape), stored_bytes(tensor), path, place, LOSSLESS)
     encoding = "" if is_plain(tensor) else type(tensor).__name__
     if tensor.layout is not torch.strided:
         encoding = str(tensor.layout)

@@ -29,6 +29,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dynswap_ext._util.file_mappings import FileMappings, private_pages
 from dynswap_ext.checkpoint.formats.common import read_into, truncated
 from dynswap_ext.checkpoint.formats.file_mapping import map_in_place, read_by_page, reserve
+from dynswap_ext.checkpoint.loading.coded_files import coded_files
+from dynswap_ext.lossless.tensor import LosslessTensor, encoded
 
 _PAGE = mmap.PAGESIZE
 #: Smaller tensors and parts, in bytes, are copied: most of their pages would be at joints.
@@ -55,7 +57,9 @@ class Range(NamedTuple):
 class MappedFusion(TorchDispatchMode):
     """A context in which `torch.cat` and `torch.stack` of mapped tensors map their result instead of copying.
 
-    If the result cannot be mapped, they copy as usual. Affects only the thread that has entered it.
+    If the result cannot be mapped, they copy as usual. Affects only the thread that has entered it. Meanwhile
+    transformers reads entries that are coded without loss as the tensors that they stand for. What it fuses
+    of them is coded again, in RAM: blocks of several tensors are none of one tensor.
     """
 
     def __init__(self) -> None:
@@ -73,7 +77,13 @@ class MappedFusion(TorchDispatchMode):
             fused = self._fused(args[0], args[1] if len(args) > 1 else 0, stacked=func is _STACK)
             if fused is not None:
                 return fused
+            if any(isinstance(part, LosslessTensor) for part in args[0]):
+                return encoded(func(*args), origin="a weight that was fused of several")
         return func(*args, **(kwargs or {}))
+
+    def __enter__(self) -> Any:
+        self._open.enter_context(coded_files())
+        return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, *error: Any) -> None:
         """Close the files. Tensors that were mapped stay valid."""

@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 
@@ -26,6 +26,8 @@ from dynswap_ext.checkpoint.loading.walk import LazyState
 from dynswap_ext.checkpoint.options import cast_to
 from dynswap_ext.checkpoint.reader import Checkpoint, Entry
 from dynswap_ext.errors import ConfigError, SourceError
+from dynswap_ext.lossless.code import CODABLE
+from dynswap_ext.lossless.tensor import LosslessTensor, encoded
 
 #: A function of a name in the model and the file's tensor. It returns the tensor that becomes the master.
 Transform: TypeAlias = Callable[[str, torch.Tensor], torch.Tensor]
@@ -47,6 +49,8 @@ class ModelEntries:
     dtype: torch.dtype | None
     transform: Transform | None
     window: Window
+    #: Whether weights are held in RAM in the lossless code, where that is smaller.
+    coded: bool = False
     #: Called with the bytes that the model has received, and the total.
     report: ProgressCallback | None = None
 
@@ -57,7 +61,7 @@ class ModelEntries:
     @property
     def converted(self) -> bool:
         """Whether entries may have to be read before the model gets them: to transform, move or cast them."""
-        return self.transform is not None or self.device.type != "cpu" or self.dtype is not None
+        return self.transform is not None or self.device.type != "cpu" or self.dtype is not None or self.coded
 
     def share(self, state: Mapping[str, Any]) -> None:
         """Use one entry for all names of a weight that several modules of the model share.
@@ -107,11 +111,15 @@ class ModelEntries:
         return state  # type: ignore[no-any-return]
 
     def _master(self, old: str) -> torch.Tensor:
-        """Return an entry's mapped tensor, or a new one if a cast, a move or the transform changes it."""
+        """Return an entry's mapped tensor, or a new one if a cast, a move, the transform or `coded` asks."""
         entry = self.checkpoint.entries[old]
         as_stored = self.device.type == "cpu" and cast_to(self.dtype, entry) == entry.dtype
-        if not as_stored or self.transform is not None:
+        if not as_stored or self.transform is not None or (self.coded and entry.dtype in CODABLE):
             converted = self._converted(old)
+            if self.coded and is_plain(converted):
+                smaller = encoded(converted, f"{old} of {self.checkpoint.path}")
+                if smaller is not converted:
+                    return smaller
             if not (as_stored and is_plain(converted) and self.window.holds(old, converted)):
                 return converted
         tensor = self.checkpoint.tensor(old)
@@ -158,15 +166,19 @@ class Window(ExitStack):
         entry = self._range(name)
         if entry is None:
             tensor = self._checkpoint.tensor(name)
+            if isinstance(tensor, LosslessTensor):
+                tensor = tensor.decoded()
             if not is_plain(tensor):
                 return tensor.to(device=device, dtype=dtype)
             return tensor.detach().to(device=device, dtype=dtype, copy=True)
         if device.type == "cpu" and dtype == entry.dtype:
-            self._heap.count(entry.nbytes)
-            flat = _memory(entry.nbytes).view(dtype)
+            self._heap.count(entry.used_bytes)
+            flat = _memory(entry.used_bytes).view(dtype)
+        else:
+            flat = torch.empty(entry.used_bytes // entry.dtype.itemsize, dtype=dtype, device=device)
+        if device.type == "cpu" and dtype == entry.dtype and not entry.encoding:
             self._fill(name, entry, 0, flat)
         else:
-            flat = torch.empty(entry.nbytes // entry.dtype.itemsize, dtype=dtype, device=device)
             parts = torch.split(flat, _WINDOW // entry.dtype.itemsize)
             for part, block in zip(parts, self._blocks(name, entry), strict=False):
                 part.copy_(block)
@@ -193,12 +205,19 @@ class Window(ExitStack):
         return one_range or _all_equal(self._blocks(left, first), self._blocks(right, second))
 
     def _range(self, name: str) -> Entry | None:
-        """Return the entry if one range of its file has its values, in order and not encoded; else None."""
+        """Return the entry if one range of its file has exactly its values, in order; else None."""
         entry = self._checkpoint.entries[name]
-        return None if entry.offset is None or entry.encoding else entry
+        return entry if entry.offset is not None and entry.is_exact else None
 
     def _blocks(self, name: str, entry: Entry) -> Iterator[torch.Tensor]:
-        """Yield the values of an entry in order, in blocks that reuse the same memory."""
+        """Yield the values of an entry in order, in blocks, which may reuse the same memory."""
+        if entry.encoding:
+            coded = _memory(entry.nbytes)
+            self._fill(name, entry, 0, coded)
+            flat = LosslessTensor(coded, entry.dtype, entry.shape, f"{name} in {entry.file}").view(-1)
+            for part in torch.split(flat, _WINDOW // entry.dtype.itemsize):
+                yield cast("LosslessTensor", part).decoded()
+            return
         buffer = _memory(min(_WINDOW, entry.nbytes)).view(entry.dtype)
         for start in range(0, entry.nbytes, _WINDOW):
             block = buffer[: (entry.nbytes - start) // entry.dtype.itemsize]

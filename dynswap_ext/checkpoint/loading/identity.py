@@ -20,6 +20,7 @@ from dynswap_ext._swap.state import session_of
 from dynswap_ext._swap.subclasses import is_plain
 from dynswap_ext._util.listing import listed
 from dynswap_ext._util.warn import warn
+from dynswap_ext.lossless.tensor import LosslessTensor, attributes_of
 
 
 class Snapshot:
@@ -151,7 +152,8 @@ def _set_data(old: torch.Tensor, new: torch.Tensor) -> Callable[[], object]:
 
 
 def _swap(old: torch.Tensor, new: torch.Tensor) -> Callable[[], object]:
-    attributes = dict(vars(old)) if is_plain(old) and is_plain(new) else {}
+    exact = all(is_plain(each) or isinstance(each, LosslessTensor) for each in (old, new))
+    attributes = attributes_of(old) if exact else {}
     other = new if isinstance(new, nn.Parameter) else new.detach()
     torch.utils.swap_tensors(old, other)  # type: ignore[no-untyped-call]
     vars(old).update(attributes)

@@ -13,10 +13,11 @@ from typing import Final
 
 import torch
 
-from dynswap_ext.checkpoint.formats.safetensors_file import DTYPES
+from dynswap_ext.checkpoint.formats.safetensors_file import CODED, DTYPES, VERSION
 from dynswap_ext.checkpoint.writing.direct import BLOCK, align_up
 from dynswap_ext.checkpoint.writing.sources import Source
 from dynswap_ext.errors import ConfigError
+from dynswap_ext.lossless.code import UNIT
 
 #: Tensors begin at a multiple of this, a cache line, if possible. Vector instructions ask for no more.
 _TENSOR_ALIGNMENT: Final = 64
@@ -41,6 +42,8 @@ class Piece:
     dtype: torch.dtype
     shape: tuple[int, ...]
     source: Source
+    #: If the bytes are the lossless code of a tensor, the dtype and the shape of that.
+    coded: tuple[torch.dtype, tuple[int, ...]] | None = None
 
     def __post_init__(self) -> None:
         if self.dtype not in _TAGS:
@@ -54,13 +57,25 @@ class Piece:
         """Bytes of the tensor in the file."""
         return math.prod(self.shape) * self.dtype.itemsize
 
+    @property
+    def decoded_bytes(self) -> int:
+        """Bytes of the tensor when it is decoded."""
+        dtype, shape = self.coded or (self.dtype, self.shape)
+        return math.prod(shape) * dtype.itemsize
+
+    @property
+    def alignment(self) -> int:
+        """What the size is a multiple of in any case: an element, or 16 bytes if the tensor is coded."""
+        return UNIT if self.coded else self.dtype.itemsize
+
 
 class Layout:
     """One safetensors file: a header that fills whole pages, then the tensors without gaps.
 
     The format allows no gaps. So tensors whose size is a multiple of 64 bytes come first, and each begins at
-    a multiple of 64. The others follow, those with the largest elements first, and each begins at a multiple
-    of its element's size. Otherwise the order is that of the pieces, which is roughly the order of use.
+    a multiple of 64. The others follow: first coded ones, which take multiples of 16 bytes and begin at one,
+    then those with the largest elements first, so that each begins at a multiple of its element's size.
+    Otherwise the order is that of the pieces, which is roughly the order of use.
 
     The checksums are in the header's metadata. The length of the header only depends on their number.
     """
@@ -68,7 +83,8 @@ class Layout:
     def __init__(self, pieces: Iterable[Piece], metadata: Mapping[str, str]) -> None:
         self.metadata = metadata
         self.pieces = sorted(
-            pieces, key=lambda piece: (piece.nbytes % _TENSOR_ALIGNMENT != 0, -piece.dtype.itemsize)
+            pieces,
+            key=lambda piece: (bool(piece.coded or piece.nbytes % _TENSOR_ALIGNMENT), -piece.alignment),
         )
         *self.offsets, self.data_bytes = accumulate((piece.nbytes for piece in self.pieces), initial=0)
         self.blocks = -(-self.data_bytes // BLOCK)  # the last may be shorter
@@ -92,7 +108,14 @@ class Layout:
         """Return the header with these checksums. It fills whole pages, so that blocks begin at a page."""
         ties = {other: piece.names[0] for piece in self.pieces for other in piece.names[1:]}
         sums = {CHECKSUMS: " ".join([str(BLOCK), *(f"{value:08x}" for value in checksums)])}
-        listed: dict[str, object] = {"__metadata__": {"format": "pt", **ties, **self.metadata, **sums}}
+        coded = {
+            piece.names[0]: {"dtype": _TAGS[piece.coded[0]], "shape": piece.coded[1]}
+            for piece in self.pieces
+            if piece.coded
+        }
+        described = {CODED: json.dumps({"version": VERSION, "tensors": coded})} if coded else {}
+        text_of_file = {"format": "pt", **ties, **self.metadata, **sums, **described}
+        listed: dict[str, object] = {"__metadata__": text_of_file}
         for piece, offset in zip(self.pieces, self.offsets, strict=True):
             listed[piece.names[0]] = {
                 "dtype": _TAGS[piece.dtype],

@@ -15,6 +15,7 @@ import torch
 
 from dynswap_ext._util.file_mappings import FileMappings, Mapping, private_pages
 from dynswap_ext.checkpoint.writing.direct import BLOCK, Files, thread_buffer
+from dynswap_ext.lossless.tensor import LosslessTensor
 
 #: A function ``source(first, into)`` that may be called from several threads. It fills `into`, a tensor of
 #: one dimension, with elements of another tensor, in row-major order from element `first` on, and casts them
@@ -118,7 +119,7 @@ def from_file(
 
 
 def from_tensor(tensor_of: Callable[[], torch.Tensor], *, mapped: bool = False) -> Source:
-    """Return a source for the plain tensor that `tensor_of` returns, on any device and with any strides.
+    """Return a source for the tensor that `tensor_of` returns, plain or coded, on any device, of any strides.
 
     If the tensor is contiguous and `mapped`, the pages that were read are given back to the system.
     """
@@ -128,7 +129,8 @@ def from_tensor(tensor_of: Callable[[], torch.Tensor], *, mapped: bool = False) 
         if not tensor.is_contiguous():
             _gather(into, tensor, first)
             return
-        _copy(into, tensor.reshape(-1)[first : first + into.numel()])
+        values = tensor.reshape(-1)[first : first + into.numel()]
+        _copy(into, values.decoded() if isinstance(values, LosslessTensor) else values)
         if mapped:
             size = tensor.element_size()
             _release_pages(tensor.data_ptr() + first * size, into.numel() * size)
