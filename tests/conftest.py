@@ -7,6 +7,7 @@ Environment variables choose what runs:
 - DYNSWAP_SEED decides the order in which the pretend device does its work.
 - DYNSWAP_TEST_SEGMENTS=2097152 makes its allocator take memory in segments of 2 MiB, as torch's does. By
   default it takes memory to the byte.
+- DYNSWAP_TEST_MASTERS=coded codes the parameters of each model that a provider installs (`LosslessTensor`).
 - DYNSWAP_TESTS=quick leaves out what `make test-all` adds to `make test`. DYNSWAP_TESTS=nightly adds what
   only the nightly run has.
 """
@@ -48,6 +49,7 @@ from torch import nn
 
 import dynswap_ext
 import steps
+from coded_masters import code_in_place
 from dynswap_ext import _provider, testing
 from dynswap_ext import config as dynswap_config
 from gpu_under_test import Gpu
@@ -70,6 +72,10 @@ REQUIRE_CUDA = os.environ.get("DYNSWAP_REQUIRE_CUDA") == "1"
 HAS_DEVICE = PRETEND or torch.cuda.is_available() or REQUIRE_CUDA
 #: Without a GPU, the run on the pretend device has those on it.
 PROVIDERS = (*(() if PRETEND else ON_CPU), *(ON_DEVICE if HAS_DEVICE else ()))
+
+
+#: Whether models are installed with coded masters.
+CODED = os.environ.get("DYNSWAP_TEST_MASTERS") == "coded"
 
 
 @dataclass
@@ -98,6 +104,8 @@ class Provider:
         return "host" if self.device.type == "cpu" else ENGINE
 
     def install(self, model: nn.Module, **options: Any) -> dynswap_ext.Handle:
+        if CODED and self.native:
+            code_in_place(model)
         handle = dynswap_ext.install(model, device=self.device, provider=self.backend, **options)
         assert handle.provider == self.backend
         self.handles.append(handle)

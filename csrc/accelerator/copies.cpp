@@ -30,7 +30,7 @@ void CopyStream::copy_bytes(const at::Tensor& to, const std::byte* from) const {
 }
 
 void CopyStream::enqueue(const Landing& landing) const {
-  if (landing.cast) return copy_cast(landing);
+  if (landing.convert) return copy_cast(landing);
   const Piece& piece = landing.piece;
   // As bytes: a copy between equal types changes no byte, whatever the type.
   const std::uint64_t bytes = piece.count * scalar_size(piece.source->wanted);

@@ -43,13 +43,13 @@ TorchCopyIssuer::~TorchCopyIssuer() = default;
 /// for such a copy blocks until it has been enqueued, not until it is over. The CUDA backend blocks it for
 /// its own reason: see Note [A read can fail after its copy was issued].
 void TorchCopyIssuer::issue(const CopyRequest& request, const StreamEventPtr& copied) {
-  const bool staged = needs_of(request, /*device_casts=*/true).staging;
+  const bool staged = needs_of(request, {}).staging;
   bool later = staged;
   for (const Step& step : request.steps) {
     for (const EventPtr& event : step.after) later = later || (event && !on_stream(event).recorded());
   }
   if (later) return issue_later(request, copied, staged);
-  std::vector<CopyBatch> batches = plan_copies(request, /*device_casts=*/true, nullptr, nullptr);
+  std::vector<CopyBatch> batches = plan_copies(request, {}, nullptr, nullptr);
   enqueue(batches, *copied, nullptr);
 }
 
@@ -58,8 +58,8 @@ void TorchCopyIssuer::issue_later(const CopyRequest& request, const StreamEventP
   if (staged) copied->reads = std::make_shared<Reads>();
   const std::lock_guard lock(queueing_);
   // Shared, as a std::function is copied.
-  const auto batches = std::make_shared<std::vector<CopyBatch>>(
-      plan_copies(request, /*device_casts=*/true, later.ring.get(), copied->reads));
+  const auto batches =
+      std::make_shared<std::vector<CopyBatch>>(plan_copies(request, {}, later.ring.get(), copied->reads));
   const auto run = [this, &later, batches, copied] {
     try {
       enqueue(*batches, *copied, &later);

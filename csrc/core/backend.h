@@ -58,6 +58,11 @@ struct Piece {
   std::byte* dst = nullptr;
 };
 
+/// Bytes of the master that a piece is read from.
+inline std::uint64_t stored_bytes(const Piece& piece) noexcept {
+  return piece.source->stored_range(piece.first, piece.count).bytes();
+}
+
 /// Pieces that may be written once `after` is complete.
 struct Step {
   std::vector<EventPtr> after;
@@ -100,7 +105,7 @@ struct DeviceTraits {
   /// Where in its slot a weight would best begin, modulo `alignment` (a file range that is read straight
   /// into place has to keep its phase within a disk sector). Nothing if it does not matter.
   std::optional<std::size_t> phase(const Source& source) const noexcept {
-    const bool in_place = source.from_files() && in_place_bytes > 0 && !source.cast() &&
+    const bool in_place = source.from_files() && in_place_bytes > 0 && !source.converted() &&
                           source.stored_bytes() >= in_place_bytes && source.offset % weight_alignment == 0;
     if (!in_place) return std::nullopt;
     return source.offset % alignment;

@@ -75,9 +75,12 @@ void Engine::issue(std::vector<Planned>& planned) {
   bool closed = false;
   for (Planned& item : planned) {
     DeviceCopy& copy = *item.copy;
-    std::uint64_t bytes = 0;
-    for (const SourcePtr& source : item.sources)
-      bytes += source && source->has_bytes ? source->stored_bytes() : 0;
+    std::uint64_t bytes = 0, decoded = 0;
+    for (const SourcePtr& source : item.sources) {
+      if (!source || !source->has_bytes) continue;
+      bytes += source->stored_bytes();
+      decoded += source->count * scalar_size(source->stored);
+    }
     EventPtr copied;
     std::exception_ptr error;
     try {
@@ -86,7 +89,11 @@ void Engine::issue(std::vector<Planned>& planned) {
         copy.base = copy.memory.get();
       }
       copied = backend_->copy(request(item));
-      if (copied) bytes = copied->bytes_read().value_or(bytes);
+      if (const auto read = copied ? copied->bytes_read() : std::nullopt; read && bytes > 0) {
+        const double ratio = static_cast<double>(decoded) / static_cast<double>(bytes);
+        decoded = static_cast<std::uint64_t>(static_cast<double>(*read) * ratio);
+        bytes = *read;
+      }
       recorder_.copied(copy.group, copied, item.demanded, bytes);
     } catch (...) {
       error = std::current_exception();
@@ -101,6 +108,7 @@ void Engine::issue(std::vector<Planned>& planned) {
       copy.state = error ? DeviceCopy::State::failed : DeviceCopy::State::issued;
       ++stats_.copies;
       stats_.bytes_moved += bytes;
+      stats_.bytes_decoded += decoded;
       ++groups_[copy.group].figures.copies;
       groups_[copy.group].figures.bytes_moved += bytes;
       if (error) {

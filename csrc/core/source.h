@@ -43,6 +43,21 @@ struct PinnedCopy {
   std::optional<std::uint64_t> as_of;  ///< LOCK: refreshing; the count of the bytes that are in the copy
 };
 
+/// How weights of one tensor lie in coded bytes (docs/lossless.md). Immutable.
+struct Coding {
+  std::size_t block_weights = 0;      ///< of every block but the last, which may have fewer
+  std::vector<std::uint64_t> blocks;  ///< where each begins, and the last one ends: bytes from the tensor's
+  std::uint64_t weights = 0;          ///< of the whole tensor
+};
+
+/// Bytes of a source, from its first.
+struct StoredRange {
+  std::uint64_t begin = 0;
+  std::uint64_t end = 0;
+
+  std::uint64_t bytes() const noexcept { return end - begin; }
+};
+
 /// One weight's bytes, and what they shall become. Immutable once it is given to the engine: a master
 /// that changes place gets a new Source.
 ///
@@ -52,7 +67,7 @@ struct PinnedCopy {
 /// whatever carries out a copy knows sources of one range only.
 struct Source {
   std::string name;                    ///< the weight's name, for errors and statistics
-  Scalar stored = Scalar::raw8;        ///< element type of the master
+  Scalar stored = Scalar::raw8;        ///< element type of the master, decoded
   Scalar wanted = Scalar::raw8;        ///< element type on the device
   std::uint64_t count = 0;             ///< elements
   const std::byte* address = nullptr;  ///< the master's bytes in this process (RAM, or a file mapping)
@@ -62,17 +77,35 @@ struct Source {
   bool allocated = false;  ///< `address` is the allocator's memory, which no other process has
   std::uint64_t offset = 0;  ///< bytes from the start of `file`; of parts: in phase with their offsets
   Keep keep = Keep::yes;     ///< what is read from `file`
-  std::shared_ptr<const void> owner;  ///< keeps `address` valid
-  bool has_bytes = true;              ///< false: its master has none now, and nothing is copied
+  std::shared_ptr<const void> owner;     ///< keeps `address` valid
+  std::shared_ptr<const Coding> coding;  ///< null: elements lie one after the other
+  std::uint64_t coded_first = 0;         ///< of the tensor's weights, the source's first
+  bool has_bytes = true;                 ///< false: its master has none now, and nothing is copied
   bool pinned =
       false;  ///< page-locked: the device may read it, at `pinned_copy` if that is set, else at `address`
   std::shared_ptr<PinnedCopy> pinned_copy;  ///< null: none
   /// Invariant: empty, or the elements of these, in order, are this source's; none of them has parts.
   std::vector<std::shared_ptr<const Source>> parts;
 
-  std::uint64_t stored_bytes() const noexcept { return count * scalar_size(stored); }
+  /// Where the bytes of elements [first, first + number) lie. Of coded ones, these are whole blocks.
+  StoredRange stored_range(std::uint64_t first, std::uint64_t number) const noexcept {
+    if (!coding) return {first * scalar_size(stored), (first + number) * scalar_size(stored)};
+    if (number == 0) return {};
+    const std::uint64_t block = coding->block_weights;
+    return {coding->blocks[(coded_first + first) / block],
+            coding->blocks[(coded_first + first + number - 1) / block + 1]};
+  }
+  std::uint64_t stored_bytes() const noexcept { return stored_range(0, count).bytes(); }
+  /// Bytes from `address` (or `offset`) to behind the last that are its own. Coded ones do not begin there:
+  /// their index does.
+  std::uint64_t extent() const noexcept { return stored_range(0, count).end; }
+  /// How many elements from `first` on have no more than so many bytes. They end where a block does, if not
+  /// with the source.
+  std::uint64_t elements_within(std::uint64_t first, std::uint64_t bytes) const noexcept;
   std::uint64_t wanted_bytes() const noexcept { return count * scalar_size(wanted); }
   bool cast() const noexcept { return stored != wanted; }
+  /// Whether its bytes on the device are others than those that are stored.
+  bool converted() const noexcept { return cast() || coding != nullptr; }
   /// Whether its bytes, or some of them, are read from files and not from memory.
   bool from_files() const noexcept { return file != nullptr || !parts.empty(); }
   /// Whether two sources have as many elements, of the same types: one can take the other's place in a plan.
@@ -80,6 +113,16 @@ struct Source {
     return count == other.count && stored == other.stored && wanted == other.wanted;
   }
 };
+
+inline std::uint64_t Source::elements_within(std::uint64_t first, std::uint64_t bytes) const noexcept {
+  const std::uint64_t left = count - first;
+  if (!coding) return std::min(left, bytes / scalar_size(stored));
+  const std::uint64_t block = (coded_first + first) / coding->block_weights;
+  const auto begin = coding->blocks.begin() + static_cast<std::ptrdiff_t>(block);
+  const auto end = std::upper_bound(begin, coding->blocks.end(), *begin + bytes) - 1;
+  const auto last = static_cast<std::uint64_t>(end - coding->blocks.begin()) * coding->block_weights;
+  return last <= coded_first + first ? 0 : std::min(left, last - (coded_first + first));
+}
 
 using SourcePtr = std::shared_ptr<const Source>;
 
@@ -122,8 +165,9 @@ void for_each_part(const SourcePtr& source, std::uint64_t first, std::uint64_t c
 /// of a master that has one the slice is as that of pageable memory.
 inline std::shared_ptr<Source> slice(const SourcePtr& source, std::uint64_t first, std::uint64_t count) {
   auto made = std::make_shared<Source>(*source);
-  const std::uint64_t bytes = first * scalar_size(source->stored);
+  const std::uint64_t bytes = source->coding ? 0 : first * scalar_size(source->stored);
   made->count = count;
+  made->coded_first += source->coding ? first : 0;
   if (made->address != nullptr) made->address += bytes;
   made->offset += bytes;
   made->pinned = source->pinned && !source->pinned_copy;

@@ -18,6 +18,7 @@ struct Stats {
   std::uint64_t refetches = 0;          ///< copies thrown away because their master had changed
   std::uint64_t copies = 0;             ///< copies issued
   std::uint64_t bytes_moved = 0;        ///< bytes read from masters by those copies
+  std::uint64_t bytes_decoded = 0;      ///< what they stand for: coded weights count as decoded
   std::uint64_t stall_ns = 0;           ///< time the calling threads were blocked in Backend::wait
   std::uint64_t overflow_bytes = 0;     ///< most bytes outside the arena at one time
   std::uint64_t peak_bytes = 0;         ///< most device bytes held at one time (arena, residents, overflow)
@@ -65,6 +66,7 @@ inline constexpr auto kStats = std::to_array<Stat>({
     {"refetches", &Stats::refetches, Stat::total},
     {"copies", &Stats::copies, Stat::total},
     {"bytes_moved", &Stats::bytes_moved, Stat::total},
+    {"bytes_decoded", &Stats::bytes_decoded, Stat::total},
     {"stall_ns", &Stats::stall_ns, Stat::total},
     {"overflow_bytes", &Stats::overflow_bytes, Stat::most},
     {"peak_bytes", &Stats::peak_bytes, Stat::most},

@@ -6,15 +6,19 @@
 #include <string>
 #include <utility>
 
+#include "core/align.h"
 #include "core/check.h"
 #include "cuda/cast_kernels.h"
 #include "cuda/cuda_check.h"
+#include "cuda/decode_kernels.h"
 
 namespace dynswap {
 namespace {
 
 constexpr std::size_t kScratchBytes = 16u << 20;
 constexpr std::size_t kLeastScratchBytes = 1u << 18;
+constexpr std::size_t kIndexAlignment = 256;  // more than any load of the kernel needs
+constexpr std::size_t kLeastBlock = 256;      // with this many bytes a block, its index is a small part
 constexpr auto kPatience = std::chrono::milliseconds(100);
 
 /// cudaSuccess, or why no kernel of this build runs on the current device: none was compiled for it, and the
@@ -47,7 +51,7 @@ const char* advice(cudaError_t error) noexcept {
 bool lacks_kernel(const CopyRequest& request) noexcept {
   for (const Step& step : request.steps) {
     for (const Piece& piece : step.pieces) {
-      if (piece.source->cast()) return true;
+      if (piece.source->converted()) return true;
     }
   }
   return false;
@@ -87,24 +91,25 @@ void CudaCopyIssuer::issue(const CopyRequest& request, const StreamEventPtr& cop
 /// Returns the request's reads; null if it has none.
 std::shared_ptr<Reads> CudaCopyIssuer::enqueue(const CopyRequest& request) {
   const bool kernels = no_kernels_ == cudaSuccess;
-  const CopyNeeds needs = needs_of(request, kernels);
+  const DeviceAbilities abilities{.casts = kernels, .decodes = kernels};
+  const CopyNeeds needs = needs_of(request, abilities);
   if (!kernels && lacks_kernel(request) && warn_ && !warned_.exchange(true)) {
     warn_("this build has no kernels that CUDA device " + std::to_string(device_) + " can run (" +
           cudaGetErrorName(no_kernels_) +
-          "): weights are cast on the host, which is slower. Rebuild with "
+          "): weights are cast, and decoded, on the host, which is slower. Rebuild with "
           "TORCH_CUDA_ARCH_LIST set to the device's capability, such as 8.6; "
           "torch.cuda.get_device_capability() tells it");
   }
-  if (needs.casting) prepare_scratch();
-  if (!needs.staging && !needs.casting) {
-    for (const CopyBatch& batch : plan_copies(request, kernels, nullptr, nullptr)) enqueue(batch, nullptr);
+  if (needs.converting) prepare_scratch();
+  if (!needs.staging && !needs.converting) {
+    for (const CopyBatch& batch : plan_copies(request, abilities, nullptr, nullptr)) enqueue(batch, nullptr);
     return nullptr;
   }
   StagingRing* const ring = needs.staging ? staging() : nullptr;
   const auto reads = ring != nullptr ? std::make_shared<Reads>() : nullptr;
   const std::lock_guard lock(issuing_);
   try {
-    for (const CopyBatch& batch : plan_copies(request, kernels, ring, reads)) enqueue(batch, ring);
+    for (const CopyBatch& batch : plan_copies(request, abilities, ring, reads)) enqueue(batch, ring);
     if (ring != nullptr) enqueue_host_function(*ring, ring->next(), /*arrive=*/false);
   } catch (...) {
     settle(ring, reads);
@@ -119,7 +124,9 @@ void CudaCopyIssuer::enqueue(const CopyBatch& planned, StagingRing* ring) {
   Batch batch;
   for (const Landing& landing : planned.landings) {
     const Piece& piece = landing.piece;
-    if (landing.cast) {
+    if (landing.index != nullptr) {
+      enqueue_decode(landing);
+    } else if (landing.convert) {
       enqueue_cast(landing);
     } else {
       batch.add(piece.dst, landing.from, piece.count * scalar_size(piece.source->wanted));
@@ -180,9 +187,9 @@ void CudaCopyIssuer::enqueue(Batch& batch) {
   batch.clear();
 }
 
-/// Note [The scratch block]: a cast lands here first, chunk by chunk, always at the start: the stream's
-/// order keeps the copy of a chunk behind the kernel of the one before. It is not part of the budget, and
-/// smaller where there is no room for it.
+/// Note [The scratch block]: what is cast or decoded lands here first, chunk by chunk, always at the start:
+/// the stream's order keeps the copy of a chunk behind the kernel of the one before. It is not part of the
+/// budget, and smaller where there is no room for it.
 void CudaCopyIssuer::enqueue_cast(const Landing& landing) {
   const Piece& piece = landing.piece;
   const Source& source = *piece.source;
@@ -197,6 +204,39 @@ void CudaCopyIssuer::enqueue_cast(const Landing& landing) {
     if (error != cudaSuccess)
       throw_cuda_error(error, "cudaLaunchKernel",
                        "a cast of " + std::to_string(count) + " elements of '" + source.name + "'");
+    done += count;
+  }
+}
+
+/// Coded bytes land in the scratch block behind their index.
+void CudaCopyIssuer::enqueue_decode(const Landing& landing) {
+  const Piece& piece = landing.piece;
+  const Source& source = *piece.source;
+  const Coding& coding = *source.coding;
+  const std::uint64_t before = source.stored_range(piece.first, piece.count).begin;
+  const std::uint64_t first_block = (source.coded_first + piece.first) / coding.block_weights;
+  for (std::uint64_t done = 0; done < piece.count;) {
+    const std::uint64_t first = source.coded_first + piece.first + done;
+    const std::uint64_t block = first / coding.block_weights;
+    const std::size_t room = scratch_bytes_ - scratch_bytes_ / kLeastBlock - kIndexAlignment;
+    const std::uint64_t count =
+        std::min(piece.count - done, source.elements_within(piece.first + done, room));
+    const std::uint64_t blocks = (first + count - 1) / coding.block_weights - block + 1;
+    const StoredRange range = source.stored_range(piece.first + done, count);
+    const std::size_t index_bytes = (blocks + 1) * sizeof(std::uint64_t);
+    std::byte* const coded = scratch_.get() + align_up(index_bytes, kIndexAlignment);
+    Batch batch;
+    batch.add(scratch_.get(), landing.index + (block - first_block) * sizeof(std::uint64_t), index_bytes);
+    batch.add(coded, landing.from + (range.begin - before), range.bytes());
+    enqueue(batch);
+    const std::uint64_t begin = block * coding.block_weights;
+    const CodedBlocks coded_blocks{coded, reinterpret_cast<const std::uint64_t*>(scratch_.get()), blocks,
+                                   std::min(coding.weights - begin, blocks * coding.block_weights)};
+    const cudaError_t error = launch_decode(piece.dst + done * scalar_size(source.wanted), source.wanted,
+                                            coded_blocks, source.stored, first - begin, count, handle());
+    if (error != cudaSuccess)
+      throw_cuda_error(error, "cudaLaunchKernel",
+                       "the decoding of " + std::to_string(count) + " elements of '" + source.name + "'");
     done += count;
   }
 }

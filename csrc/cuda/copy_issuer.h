@@ -46,6 +46,7 @@ class CudaCopyIssuer final : public CopyIssuer {
   void enqueue(const CopyBatch& planned, StagingRing* ring);
   void enqueue(Batch& batch);
   void enqueue_cast(const Landing& landing);
+  void enqueue_decode(const Landing& landing);
   void enqueue_host_function(StagingRing& ring, std::uint64_t chunk, bool arrive);
   void settle(StagingRing* ring, const std::shared_ptr<Reads>& reads) noexcept;
 

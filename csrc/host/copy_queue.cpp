@@ -99,16 +99,15 @@ bool CopyQueue::is_short(const CopyRequest& request) const {
     }
     for (const Piece& piece : step.pieces) {
       const Source& source = *piece.source;
-      bytes += piece.count * std::max(scalar_size(source.stored), scalar_size(source.wanted));
+      bytes += std::max(stored_bytes(piece), piece.count * scalar_size(source.wanted));
       if (bytes > at_once_ || (source.mapped && !source.file)) return false;
     }
   }
   const auto in_ram = [](const Piece& piece) {
     const Source& source = *piece.source;
     if (!source.file) return true;
-    const std::size_t element = scalar_size(source.stored);
-    return source.keep != Keep::no &&
-           source.file->is_cached(source.offset + piece.first * element, piece.count * element);
+    const StoredRange range = source.stored_range(piece.first, piece.count);
+    return source.keep != Keep::no && source.file->is_cached(source.offset + range.begin, range.bytes());
   };
   return std::all_of(request.steps.begin(), request.steps.end(), [&](const Step& step) {
     return std::all_of(step.pieces.begin(), step.pieces.end(), in_ram);

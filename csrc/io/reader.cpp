@@ -9,6 +9,7 @@
 #include "io/aligned_buffer.h"
 #include "io/file.h"
 #include "io/private_pages.h"
+#include "lossless/code.h"
 #include "platform/mapped_memory.h"
 #include "platform/mappings.h"
 
@@ -61,11 +62,57 @@ AlignedBuffer& scratch() {
 }
 
 std::uint64_t file_offset(const Piece& piece) noexcept {
-  return piece.source->offset + piece.first * scalar_size(piece.source->stored);
+  return piece.source->offset + piece.source->stored_range(piece.first, piece.count).begin;
 }
 
-std::size_t stored_bytes(const Piece& piece) noexcept {
-  return piece.count * scalar_size(piece.source->stored);
+/// The path of the file that has a source's bytes; empty if there is none.
+std::string path_of(const Source& source) {
+  if (source.file) return source.file->path();
+  if (!source.mapped) return {};
+  const Mappings mappings = Mappings::of_this_process();
+  const std::string* const path = mappings.file_at(source.address);
+  return path == nullptr ? std::string() : *path;
+}
+
+/// Where blocks are decoded before they are cast. It stays in the core's cache.
+std::byte* decoded_run() {
+  thread_local AlignedBuffer buffer(kCastRun * sizeof(float));
+  return buffer.data();
+}
+
+/// Decodes a piece from its bytes, which `coded` points to, and casts it where the source asks for it:
+/// several blocks at a time, as a call of `cast` takes as long as some thousand elements.
+void decode(const Piece& piece, std::byte* dst, const std::byte* coded, CastFn cast) {
+  const Source& source = *piece.source;
+  const Coding& coding = *source.coding;
+  std::uint64_t first = source.coded_first + piece.first;
+  const std::uint64_t end = first + piece.count;
+  const std::uint64_t origin = coding.blocks[first / coding.block_weights];
+  std::byte* const run = source.cast() ? decoded_run() : nullptr;
+  std::byte* target = source.cast() ? run : dst;
+  std::size_t held = 0;  // elements in `run`
+  while (first < end) {
+    const std::uint64_t block = first / coding.block_weights, begin = block * coding.block_weights;
+    const std::uint64_t weights = std::min<std::uint64_t>(coding.block_weights, coding.weights - begin);
+    const std::uint64_t count = std::min(end, begin + weights) - first;
+    if (!lossless::decode_block(source.stored, coded + (coding.blocks[block] - origin),
+                                coding.blocks[block + 1] - coding.blocks[block], weights, first - begin,
+                                count, target)) {
+      const std::string path = path_of(source);
+      throw SourceError("weight '" + source.name + "' cannot be read: block " + std::to_string(block) +
+                        " of its coded bytes is damaged" +
+                        (path.empty() ? path : "; get a complete copy of '" + path + "'"));
+    }
+    target += count * scalar_size(source.stored);
+    first += count;
+    if (run == nullptr) continue;
+    held += count;
+    if (first < end && held + lossless::kBlockWeights <= kCastRun) continue;
+    cast(dst, source.wanted, run, source.stored, held);
+    dst += held * scalar_size(source.wanted);
+    target = run;
+    held = 0;
+  }
 }
 
 /// Neighbouring ranges of one file. See Note [Neighbours are read together].
@@ -76,7 +123,7 @@ class Run {
         dst_(first.dst),
         begin_(file_offset(*first.piece)),
         end_(begin_ + stored_bytes(*first.piece)),
-        in_place_(!source_.cast()),
+        in_place_(!source_.converted()),
         through_scratch_(may_go_through_scratch(*first.piece)) {}
 
   bool take(const PieceRead& next) {
@@ -87,7 +134,8 @@ class Run {
         begin - end_ > kMostBetween || mapped_at(source) != mapped_at(source_))
       return false;
     const std::uint64_t end = begin + stored_bytes(piece);
-    const bool in_place = in_place_ && !source.cast() && begin == end_ && next.dst == dst_ + (begin - begin_);
+    const bool in_place =
+        in_place_ && !source.converted() && begin == end_ && next.dst == dst_ + (begin - begin_);
     const bool through_scratch =
         through_scratch_ && may_go_through_scratch(piece) && end - begin_ <= kScratchBytes;
     if (!in_place && !through_scratch) return false;
@@ -113,7 +161,9 @@ class Run {
     if (in_place_) return true;
     for (const auto& [piece, dst] : reads) {
       const std::byte* const stored = target + (file_offset(*piece) - begin_);
-      if (piece->source->cast()) {
+      if (piece->source->coding) {
+        decode(*piece, dst, stored, cast);
+      } else if (piece->source->cast()) {
         cast_in_runs(*piece->source, dst, stored, piece->count, cast);
       } else {
         std::memcpy(dst, stored, stored_bytes(*piece));
@@ -127,7 +177,8 @@ class Run {
   /// cast from a misaligned address.
   static bool may_go_through_scratch(const Piece& piece) noexcept {
     const std::size_t bytes = stored_bytes(piece);
-    if (!piece.source->cast()) return bytes < kSmallRead;
+    if (!piece.source->converted()) return bytes < kSmallRead;
+    if (piece.source->coding) return bytes <= kScratchBytes;
     return bytes <= kScratchBytes && piece.source->offset % scalar_size(piece.source->stored) == 0;
   }
 
@@ -164,15 +215,41 @@ std::string gone(const std::string& who, const void* address) {
          "file and load it again";
 }
 
+namespace {
+
+void read_coded(const Piece& piece, std::byte* dst, CastFn cast, ReadMode mode) {
+  const Source& source = *piece.source;
+  for (Piece rest = piece; rest.count > 0;) {
+    Piece part = rest;
+    part.count = std::min(rest.count, source.elements_within(rest.first, kScratchBytes));
+    const StoredRange range = source.stored_range(part.first, part.count);
+    const std::byte* coded = nullptr;
+    if (!source.file && !source.mapped) {
+      coded = source.address + range.begin;
+    } else {
+      std::byte* const stored = scratch().data() + (source.offset + range.begin) % kDirectAlign;
+      fetch(source, range.begin, stored, range.bytes(), mode);
+      coded = stored;
+    }
+    decode(part, dst, coded, cast);
+    rest.first += part.count;
+    rest.count -= part.count;
+    dst += part.count * scalar_size(source.wanted);
+  }
+}
+
+}  // namespace
+
 void read_piece(const Piece& piece, std::byte* dst, CastFn cast, ReadMode mode) {
   const Source& source = *piece.source;
   const std::size_t element = scalar_size(source.stored);
-  if (!source.cast()) {
+  if (!source.converted()) {
     fetch(source, piece.first * element, dst, piece.count * element, mode);
     return;
   }
-  DYNSWAP_CHECK(cast != nullptr,
+  DYNSWAP_CHECK(!source.cast() || cast != nullptr,
                 "weight '" << source.name << "' needs a cast, and there is no function for it");
+  if (source.coding) return read_coded(piece, dst, cast, mode);
   if (!source.file && !source.mapped && reinterpret_cast<std::uintptr_t>(source.address) % element == 0) {
     cast_in_runs(source, dst, source.address + piece.first * element, piece.count, cast);
     return;

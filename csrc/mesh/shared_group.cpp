@@ -69,7 +69,7 @@ SharedGroupPtr shared_group(const WholeGroup& group, const SharedPart& part, std
 
 std::uint64_t stored_bytes(const std::vector<Piece>& pieces) noexcept {
   std::uint64_t bytes = 0;
-  for (const Piece& piece : pieces) bytes += piece.count * scalar_size(piece.source->stored);
+  for (const Piece& piece : pieces) bytes += stored_bytes(piece);
   return bytes;
 }
 

@@ -36,11 +36,11 @@ std::uint64_t mixed(std::uint64_t value, std::uint64_t with) noexcept;
 SharedPart shared_part_of(const WholeGroup& group,
                           const std::function<std::uint64_t(const Source&)>& identity);
 
-/// That part of the group, as `rank` of so many `ranks` shares it.
+/// A group's shared part, as `rank` of so many `ranks` shares it.
 SharedGroupPtr shared_group(const WholeGroup& group, const SharedPart& part, std::size_t rank,
                             std::size_t ranks);
 
-/// Of the masters, which the pieces are of.
+/// Bytes of the masters that pieces are read from.
 std::uint64_t stored_bytes(const std::vector<Piece>& pieces) noexcept;
 
 /// Calls `use` with the pieces of a group that lie in [from, to) of it, at `base`.

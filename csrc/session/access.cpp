@@ -210,6 +210,7 @@ PyObject* Session::hand_out_private(Weight& weight, const at::Tensor& master, bo
   if (!weight.plan) {
     ++counters_.copies;
     counters_.bytes_moved += master.nbytes();
+    counters_.bytes_decoded += master.nbytes();
   }
   remember(weight, copy);
   return wrap(weight, copy);

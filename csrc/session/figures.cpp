@@ -19,7 +19,7 @@ namespace {
 bool mostly_written(const Source& source) {
   if (source.address == nullptr) return false;
   std::uint64_t written = 0;
-  for (const ByteRange& range : private_ranges(source.address, source.stored_bytes()))
+  for (const ByteRange& range : private_ranges(source.address, source.extent()))
     written += range.end - range.begin;
   return written > source.stored_bytes() / 2;
 }

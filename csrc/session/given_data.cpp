@@ -4,6 +4,7 @@
 #include "accelerator/plain_torch.h"
 #include "session/session.h"
 #include "tensor/handed_out.h"
+#include "tensor/master_content.h"
 #include "tensor/written_buffers.h"
 
 namespace dynswap {
@@ -30,7 +31,7 @@ py::object as_handed_out(const at::Tensor& data, const at::Tensor& master) {
   write_back_living(
       c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(data.storage().unsafeGetStorageImpl()));
   if (copy->postponed() || !copy->master_unchanged()) return py::none();
-  return py::cast(alias_of(of));
+  return py::cast(copy->content() ? copy->content()->memory() : alias_of(of));
 }
 
 }  // namespace

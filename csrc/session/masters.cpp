@@ -20,7 +20,7 @@ bool Session::settle(Weight& weight, PyObject* master_object) {
   for (bool again = false;; again = true) {
     DeferredRelease dropped;
     weight.follow_version();
-    if (PROTECTED(changed_master_seen) && !weight.state.is_of(master)) {
+    if (PROTECTED(changed_master_seen) && (!weight.state.is_of(master) || weight.became_plain())) {
       if (again && weight.state.impl != &master) return false;
       master_changed(weight, master_object, dropped);
     }
@@ -44,7 +44,7 @@ void Session::note_unplanned(Weight& weight) {
 
 void Session::master_changed(Weight& weight, PyObject* master_object, DeferredRelease& dropped) {
   const c10::TensorImpl& master = *THPVariable_Unpack(master_object).unsafeGetTensorImpl();
-  if (weight.state.same_place(master) && weight.state.same_layout(master) &&
+  if (weight.state.same_place(master) && weight.state.same_layout(master) && !weight.became_plain() &&
       (weight.path == Weight::AccessPath::as_is || sliced(weight) || weight.moves_bytes())) {
     const MasterState now = MasterState::of(master);
     const bool written = std::exchange(weight.state, now).version != now.version;
@@ -62,8 +62,11 @@ void Session::master_changed(Weight& weight, PyObject* master_object, DeferredRe
   }
   weight.release_nodes(dropped);
   const std::shared_ptr<WeightTable> table = table_;
-  const SourcePtr old = weight.plan ? weight.plan->engine->source(weight.id) : nullptr;
+  const std::shared_ptr<const Plan> plan = weight.plan;
+  const SourcePtr old = plan ? plan->engine->source(weight.id) : nullptr;
   table->replace_master(weight, master_object);
+  if (weight.plan != plan)
+    return weight.forget(dropped);  // Python code has run, and with it another plan came
   const bool streamed = weight.path == Weight::AccessPath::streamed;
   if (old && weight.path != Weight::AccessPath::copied && weight.source->same_shape(*old)) {
     drop_outdated_copy(weight, dropped);

@@ -48,6 +48,7 @@ struct SavedWeight final : Saved {
       : session(session_of(record)),
         weight(weight_of(record)),
         master(record.master()),
+        content(record.content()),
         sharing(record.sharing()),
         seen(sharing ? sharing->now() : Sharing::Seen{.version = version_of(master), .ours = 0}),
         times_given(weight->times_given()),
@@ -67,7 +68,9 @@ struct SavedWeight final : Saved {
     const PlainTorch guard;
     // The model was uninstalled since, or is gone.
     if (!whole.defined()) {
-      const at::Tensor& readable = weight->mapped ? read_master(master, weight->name) : master;
+      const at::Tensor readable = content          ? content->values()
+                                  : weight->mapped ? read_master(master, weight->name)
+                                                   : master;
       const KeptLocked kept(readable, options.device());
       whole = readable.to(options, /*non_blocking=*/false, /*copy=*/true);
     }
@@ -77,6 +80,7 @@ struct SavedWeight final : Saved {
   const std::weak_ptr<Session> session;
   const std::shared_ptr<Weight> weight;
   const at::Tensor master;
+  const std::shared_ptr<MasterContent> content;
   const std::shared_ptr<Sharing> sharing;
   const Sharing::Seen seen;
   const std::shared_ptr<const std::uint32_t> times_given;
@@ -113,7 +117,7 @@ std::optional<std::pair<py::dict, Wrapping>> taken_apart(const at::Tensor& tenso
   if (session == nullptr || tensor.requires_grad()) return std::nullopt;
   const py::object wrapper = py::cast(tensor);
   const py::object names = session->hooks().inner_names_or_streams(wrapper, /*in_place=*/false);
-  if (py::isinstance<py::bool_>(names)) return std::nullopt;
+  if (!py::isinstance<py::list>(names)) return std::nullopt;
   py::dict inner;
   for (const py::handle name : names) inner[name] = wrapper.attr(py::reinterpret_borrow<py::object>(name));
   const py::tuple flat = wrapper.attr("__tensor_flatten__")();
@@ -197,7 +201,7 @@ std::unique_ptr<Saved> reference_to(const at::Tensor& tensor) {
 OfMaster of_master(const at::Tensor& tensor) {
   if (is_wrapper(tensor)) return wrapper_of_master(tensor);
   HandedOut* const record = record_of(tensor);
-  if (record == nullptr) return {};
+  if (record == nullptr || record->content()) return {};
   const std::shared_ptr<Weight> weight = weight_of(*record);
   const std::shared_ptr<Session> serving = session_of(*record);
   if (!serving || (record->watched() && !weight->parameter)) return {};

@@ -17,6 +17,8 @@ namespace {
 
 /// Bytes of all of a sliced parameter on the device.
 std::size_t whole_bytes(const Weight& weight) {
+  if (weight.content && !weight.parts.empty())  // its state has no sizes
+    return weight.parts.size() * weight.parts.front().second->source->count * at::elementSize(weight.wanted);
   return static_cast<std::size_t>(c10::multiply_integers(weight.state.sizes)) *
          at::elementSize(weight.wanted);
 }

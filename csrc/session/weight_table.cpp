@@ -8,6 +8,7 @@
 #include "accelerator/scalars.h"
 #include "accelerator/torch_stream.h"
 #include "session/module_state.h"
+#include "session/python_content.h"
 
 namespace dynswap {
 
@@ -36,6 +37,32 @@ void WeightTable::expect(std::size_t masters) {
   memory_->expect(masters);
 }
 
+namespace {
+
+py::object view_of_slice(PyObject* master_object, std::int64_t i) {
+  const at::Tensor& master = THPVariable_Unpack(master_object);
+  if (!has_own_bytes(master)) {  // coded
+    return py::handle(master_object).attr("detach")().attr("select")(0, i);
+  }
+  at::Tensor view = alias_of(master);
+  view.unsafeGetTensorImpl()->set_storage_offset(master.storage_offset() + i * master.stride(0));
+  view.unsafeGetTensorImpl()->set_sizes_and_strides(master.sizes().slice(1), master.strides().slice(1));
+  auto object = py::reinterpret_steal<py::object>(THPVariable_Wrap(view));
+  if (!object) throw py::error_already_set();
+  return object;
+}
+
+}  // namespace
+
+namespace {
+
+/// Whether a content has bytes to copy from: not those of a compiler's stand-in.
+bool plain_bytes(const at::Tensor& held) {
+  return !held.key_set().has_any(c10::python_ks | c10::functorch_transforms_ks) && streamable(held);
+}
+
+}  // namespace
+
 /// What a master is to its session.
 struct WeightTable::Kind {
   Weight::AccessPath path = Weight::AccessPath::converted;
@@ -43,6 +70,7 @@ struct WeightTable::Kind {
   bool has_subclass = false;
   std::vector<std::pair<py::object, std::shared_ptr<Weight>>> parts{};
   SourcePtr source{};  ///< if it streams
+  std::shared_ptr<MasterContent> content{};
 };
 
 WeightTable::Kind WeightTable::kind_of(const Weight& weight, PyObject* master_object,
@@ -61,6 +89,24 @@ WeightTable::Kind WeightTable::kind_of(const Weight& weight, PyObject* master_ob
   bool streams = plain;
   if (!plain) {
     const py::object apart = hooks_.inner_names_or_streams(py::handle(master_object), in_place);
+    if (py::isinstance<py::tuple>(apart)) {
+      const HeldContent held{py::reinterpret_borrow<py::tuple>(apart)};
+      if (!held.first && in_place) {
+        kind.path = Weight::AccessPath::as_is;
+        return kind;
+      }
+      if (!plain_bytes(held.bytes) || master.sym_numel() == 0) return kind;
+      const SourcePtr source =
+          held.first ? coded_source_of(master, held.bytes, *held.first, held.weights, kind.wanted,
+                                       weight.name, mappings, settings_.keep, *memory_)
+                     : source_of(held.bytes, kind.wanted, weight.name, mappings, settings_.keep, *memory_);
+      // Of slices, too: all of it may be read at once.
+      kind.content = std::make_shared<PythonContent>(held, master, *source);
+      if (slices > 1 && slice(kind, weight, master_object, mappings, slices)) return kind;
+      kind.path = Weight::AccessPath::streamed;
+      kind.source = source;
+      return kind;
+    }
     if (!py::isinstance<py::bool_>(apart)) {
       kind.path = Weight::AccessPath::wrapped;
       for (const py::handle inner : apart) {
@@ -83,7 +129,7 @@ WeightTable::Kind WeightTable::kind_of(const Weight& weight, PyObject* master_ob
   }
   if (streams && streamable(master) && can_move(master.scalar_type(), kind.wanted) &&
       (!in_place || mappings.holds_any(master.const_data_ptr(), master.nbytes()))) {
-    if (slices > 1 && plain && slice(kind, weight, master, mappings, slices)) return kind;
+    if (slices > 1 && plain && slice(kind, weight, master_object, mappings, slices)) return kind;
     const auto source = source_of(master, kind.wanted, weight.name, mappings, settings_.keep, *memory_);
     if (!in_place || source->from_files()) {
       kind.path = Weight::AccessPath::streamed;
@@ -102,16 +148,13 @@ WeightTable::Kind WeightTable::kind_of(const Weight& weight, PyObject* master_ob
 }
 
 /// Makes a weight of each slice along the first dimension. False if the master cannot be served so.
-bool WeightTable::slice(Kind& kind, const Weight& weight, const at::Tensor& master, const Mappings& mappings,
+bool WeightTable::slice(Kind& kind, const Weight& weight, PyObject* master_object, const Mappings& mappings,
                         std::int64_t slices) {
+  const at::Tensor& master = THPVariable_Unpack(master_object);
   if (master.dim() < 2 || master.size(0) != slices || !master.is_contiguous()) return false;
   if (settings_.read_whole->contains(master.unsafeGetTensorImpl())) return false;
   for (std::int64_t i = 0; i < slices; ++i) {
-    at::Tensor view = alias_of(master);
-    view.unsafeGetTensorImpl()->set_storage_offset(master.storage_offset() + i * master.stride(0));
-    view.unsafeGetTensorImpl()->set_sizes_and_strides(master.sizes().slice(1), master.strides().slice(1));
-    const auto object = py::reinterpret_steal<py::object>(THPVariable_Wrap(view));
-    if (!object) throw py::error_already_set();
+    const py::object object = view_of_slice(master_object, i);
     Weight& part = weight_of(object.ptr(), weight.name + "[" + std::to_string(i) + "]",
                              /*parameter=*/false, mappings, weight.casting);
     if (part.path != Weight::AccessPath::streamed) return false;
@@ -131,8 +174,13 @@ void WeightTable::classify(Weight& weight, PyObject* master_object, const Mappin
   weight.master_storage.reset();
   if (const c10::Storage& storage = master.unsafeGetTensorImpl()->unsafe_storage())
     weight.master_storage = storage.getWeakStorageImpl();
-  weight.follow(master, kind.source ? kind.source->mapped : is_mapped(master, mappings),
-                weight.moves_bytes());
+  weight.content = std::move(kind.content);
+  if (weight.content) {
+    weight.follow(master, /*from_file=*/false, /*copied=*/false);
+  } else {
+    weight.follow(master, kind.source ? kind.source->mapped : is_mapped(master, mappings),
+                  weight.moves_bytes());
+  }
   copies_any_ = copies_any_ || kind.path == Weight::AccessPath::copied;
   weight.wanted = kind.wanted;
   weight.has_subclass = kind.has_subclass;
@@ -145,7 +193,8 @@ void WeightTable::classify(Weight& weight, PyObject* master_object, const Mappin
     return;
   }
   weight.source = kind.source;
-  weight.watch_master(std::make_shared<MemoryWatch>(*weight.source));
+  // Coded bytes are never written to: a write makes the master plain.
+  weight.watch_master(weight.source->coding ? nullptr : std::make_shared<MemoryWatch>(*weight.source));
 }
 
 void WeightTable::replace_master(Weight& weight, PyObject* master_object) {

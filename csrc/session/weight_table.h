@@ -93,7 +93,7 @@ class WeightTable {
  private:
   struct Kind;
   Kind kind_of(const Weight& weight, PyObject* master, const Mappings& mappings, std::int64_t slices);
-  bool slice(Kind& kind, const Weight& weight, const at::Tensor& master, const Mappings& mappings,
+  bool slice(Kind& kind, const Weight& weight, PyObject* master_object, const Mappings& mappings,
              std::int64_t slices);
   void classify(Weight& weight, PyObject* master, const Mappings& mappings, std::int64_t slices = 0);
 

@@ -78,9 +78,9 @@ EventPtr VirtualBackend::copy(CopyRequest request) {
       if (event) end = std::max(end, static_cast<const Instant&>(*event).at());
     }
     for (const Piece& piece : step.pieces) {
-      const std::size_t element =
-          std::min(scalar_size(piece.source->stored), scalar_size(piece.source->wanted));
-      const double bytes = copy_bytes_ ? copy_bytes_(piece) : static_cast<double>(piece.count * element);
+      const std::uint64_t least =
+          std::min(stored_bytes(piece), piece.count * scalar_size(piece.source->wanted));
+      const double bytes = copy_bytes_ ? copy_bytes_(piece) : static_cast<double>(least);
       const double seconds = bytes / bytes_per_second_;
       bytes_copied_ += static_cast<std::uint64_t>(bytes);
       end += seconds;

@@ -116,16 +116,23 @@ HandedOut::HandedOut(const Origin& origin, const at::Tensor& master, const at::D
     : origin_(origin), options_(at::TensorOptions().dtype(origin.master->wanted).device(device)) {
   const MasterRecord& of = *origin.master;
   const bool known = of.state.same_bytes(*master.unsafeGetTensorImpl());
-  mapped_ = known ? of.mapped : is_mapped(master, MappingsOfMasters().of(master));
+  content_ = of.content;
+  if (!content_) mapped_ = known ? of.mapped : is_mapped(master, MappingsOfMasters().of(master));
   if (known) sharing_ = of.sharing;
   if (of.watch && known) {
     master_watch_ = of.watch;
     master_writes_ = of.writes_seen;
-  } else if (copyable(master)) {
+  } else if (!content_ && copyable(master)) {
     master_watch_ = watch_of(master, mapped_);
     master_writes_ = master_watch_->writes();
   }
-  master_ = alias_of(master);
+  if (content_) {
+    const PlainTorch guard;  // a class that dispatches to Python has a detach() of its own
+    c10::TensorImpl* const impl = master.unsafeGetTensorImpl();
+    master_ = at::Tensor(impl->shallow_copy_and_detach(impl->version_counter(), true));
+  } else {
+    master_ = alias_of(master);
+  }
   master_memory_ = memory_of(*master_.unsafeGetTensorImpl()).second;
   if (known) {
     master_version_ = of.state.version;
@@ -153,6 +160,7 @@ void HandedOut::note_master() {
 
 /// The master, or a copy of one whose memory may be gone. Throws SourceError.
 at::Tensor HandedOut::readable_master() const {
+  if (content_) return content_->values();
   return mapped_ && copyable(master_) ? read_master(master_, origin_.master->name) : master_;
 }
 

@@ -18,6 +18,7 @@
 
 namespace dynswap {
 
+class MasterContent;
 class Server;
 class Sharing;
 struct MasterRecord;
@@ -75,6 +76,7 @@ class HandedOut : public OutsideTheHeap {
   /// The master's bytes and version counter; not the master itself, which nothing here keeps.
   const at::Tensor& master() const noexcept { return master_; }
   const std::shared_ptr<Sharing>& sharing() const noexcept { return sharing_; }
+  const std::shared_ptr<MasterContent>& content() const noexcept { return content_; }
   /// Whether the master is still what was handed out, as far as can be told.
   bool master_unchanged() const;
 
@@ -164,7 +166,8 @@ class HandedOut : public OutsideTheHeap {
   std::size_t bytes_ = 0;
   at::TensorOptions options_;
   at::Tensor master_;
-  const void* master_memory_ = nullptr;  ///< the start of its storage
+  std::shared_ptr<MasterContent> content_;  ///< the master's (Note [A coded master]), or null
+  const void* master_memory_ = nullptr;     ///< the start of its storage
   std::uint32_t master_version_ = 0;
   std::shared_ptr<Sharing> sharing_;  ///< the master's, or null
   std::uint32_t master_ours_ = 0;     ///< Sharing::Seen::ours, at `master_version_`

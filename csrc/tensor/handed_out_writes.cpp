@@ -77,6 +77,7 @@ void HandedOut::note_versions() noexcept {
 at::Tensor HandedOut::master_in_order() const { return in_order(readable_master()); }
 
 bool HandedOut::master_unchanged() const {
+  if (content_ && content_->became_plain()) return false;
   if (memory_of(*master_.unsafeGetTensorImpl()).second != master_memory_) return false;
   if (version_of(master_) != master_version_ &&
       (!sharing_ ||
@@ -184,6 +185,10 @@ std::optional<std::uint32_t> HandedOut::write_back(bool look) {
 
 std::optional<std::uint32_t> HandedOut::take_to_master(bool look) {
   const bool unchanged = !PROTECTED(master_wins) || master_unchanged();
+  if (content_ && content_->became_plain() && !before_.defined()) {
+    const PlainTorch guard;
+    before_ = in_order(content_->coded_values());
+  }
   if (!unchanged && !before_.defined()) {
     note_lost();
     return std::nullopt;
@@ -194,7 +199,7 @@ std::optional<std::uint32_t> HandedOut::take_to_master(bool look) {
   const bool in_place = lies_as_copy(master_);
   const at::Tensor flat = master_in_order();
   const bool cast = flat.scalar_type() != options_.dtype().toScalarType();
-  if (!cast && !look && !before_.defined()) {
+  if (!cast && !look && !before_.defined() && !content_) {
     flat.copy_(view());
   } else {
     const at::Tensor now = on_host();
@@ -212,9 +217,13 @@ std::optional<std::uint32_t> HandedOut::take_to_master(bool look) {
     }
     // Elements that were not written keep the master's precision.
     bits.copy_(at::where(differs, taken, bits));
+    if (content_ && content_->was_coded() && !before_.defined()) before_ = at::empty_like(flat);
     if (before_.defined()) note_before(now, flat);
   }
-  if (mapped_ && in_place) {
+  if (content_) {
+    content_->memory().copy_(
+        flat.as_strided(master_.sizes(), strides_of_copy(master_), flat.storage_offset()));
+  } else if (mapped_ && in_place) {
     write_master(master_, flat, origin_.master->name);
   } else if (mapped_ || !in_place) {
     master_.copy_(flat.as_strided(master_.sizes(), strides_of_copy(master_), flat.storage_offset()));

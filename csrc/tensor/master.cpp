@@ -18,6 +18,7 @@
 #include "core/check.h"
 #include "io/file.h"
 #include "io/reader.h"
+#include "lossless/tensor.h"
 #include "platform/fork_safe.h"
 #include "platform/mapped_memory.h"
 
@@ -184,6 +185,60 @@ SourcePtr source_of(const at::Tensor& master, at::ScalarType wanted, const std::
     source->of_file = !source->parts.empty();
     source->offset = reinterpret_cast<std::uintptr_t>(source->address);  // mapped: congruent modulo a page
   }
+  return source;
+}
+
+namespace {
+
+/// The index of a coded tensor, read once for all that are parts of it.
+std::shared_ptr<const Coding> coding_of(const Source& coded, Scalar stored, std::uint64_t weights) {
+  struct Known {
+    Mutex mutex;
+    std::map<std::pair<const std::byte*, const void*>, std::weak_ptr<const Coding>> all;  ///< LOCK: mutex
+  };
+  static PerProcess<Known> known;
+  const std::lock_guard lock(known->mutex);
+  std::weak_ptr<const Coding>& earlier = known->all[{coded.address, coded.owner.get()}];
+  if (auto coding = earlier.lock(); coding && coding->weights == weights) return coding;
+  const auto damaged = [&](const std::string& why) {
+    return SourceError("weight '" + coded.name + "' cannot be read: its coded bytes are damaged (" + why +
+                       "); get a complete copy of the file" +
+                       (coded.file ? " '" + coded.file->path() + "'" : std::string()));
+  };
+  const std::size_t bytes = lossless::index_bytes(weights);
+  if (bytes > coded.count) throw damaged("they end within the index");
+  auto made = std::make_shared<Coding>();
+  made->block_weights = lossless::kBlockWeights;
+  made->weights = weights;
+  made->blocks.resize(bytes / sizeof(std::uint64_t));
+  fetch_from_memory(coded, 0, reinterpret_cast<std::byte*>(made->blocks.data()), bytes);
+  const std::string wrong = lossless::check_index(
+      stored, reinterpret_cast<const std::byte*>(made->blocks.data()), coded.count, weights);
+  if (!wrong.empty()) throw damaged(wrong);
+  made->blocks.resize(lossless::blocks_of(weights) + 1);
+  earlier = made;
+  std::erase_if(known->all, [](const auto& entry) { return entry.second.expired(); });
+  return made;
+}
+
+}  // namespace
+
+SourcePtr coded_source_of(const at::Tensor& master, const at::Tensor& coded, std::uint64_t first,
+                          std::uint64_t weights, at::ScalarType wanted, const std::string& name,
+                          const Mappings& mappings, Keep keep, MasterMemory& memory) {
+  auto source = std::make_shared<Source>(*source_of(coded, at::kByte, name, mappings, keep, memory));
+  source->parts.clear();  // of several mappings: it is read from these
+  if (!source->file) source->of_file = false;
+  const auto stored = scalar_of(master.scalar_type()), target = scalar_of(wanted);
+  DYNSWAP_CHECK(stored && target && lossless::codable(*stored),
+                "no weight is coded as " << c10::toString(master.scalar_type()));
+  const auto count = static_cast<std::uint64_t>(master.numel());
+  DYNSWAP_CHECK(first + count <= weights, "a coded master's weights are some of its tensor's");
+  source->coding = coding_of(*source, *stored, weights);
+  source->stored = *stored;
+  source->wanted = *target;
+  source->coded_first = first;
+  source->count = count;
   return source;
 }
 

@@ -149,6 +149,12 @@ void write_master(const at::Tensor& master, const at::Tensor& copy, const std::s
 SourcePtr source_of(const at::Tensor& master, at::ScalarType wanted, const std::string& name,
                     const Mappings& mappings, Keep keep, MasterMemory& memory);
 
+/// Where the bytes of a coded master are (Note [A coded master]): `coded` has all of the `weights` of the
+/// tensor in which its own begin with the `first`. Throws SourceError if they are damaged.
+SourcePtr coded_source_of(const at::Tensor& master, const at::Tensor& coded, std::uint64_t first,
+                          std::uint64_t weights, at::ScalarType wanted, const std::string& name,
+                          const Mappings& mappings, Keep keep, MasterMemory& memory);
+
 /// Where files are mapped, for masters that may lie in one: memory of torch's own allocator never does, and
 /// to ask the kernel takes a millisecond. It is asked once at most.
 class MappingsOfMasters {

@@ -11,6 +11,7 @@
 #include "core/protection.h"
 #include "io/memory_watch.h"
 #include "tensor/master.h"
+#include "tensor/master_content.h"
 #include "tensor/sharing.h"
 
 namespace dynswap {
@@ -19,14 +20,15 @@ namespace dynswap {
 /// LOCK: the GIL guards every field.
 struct MasterRecord : std::enable_shared_from_this<MasterRecord> {
   std::string name;
-  at::ScalarType wanted = at::kFloat;  ///< in which dtype it is handed out
-  MasterState state;                   ///< the master whose bytes have been copied
-  c10::VariableVersion version;        ///< the master's counter, shared with it
-  std::shared_ptr<Sharing> sharing;    ///< null: it has no memory of its own
-  std::uint32_t ours_seen = 0;         ///< Sharing::Seen::ours, at `state.version`
-  bool mapped = false;                 ///< from a file (Note [A mapping outlives its file's end])
-  std::shared_ptr<MemoryWatch> watch;  ///< of the master's bytes in RAM, if copies are made of them
-  std::uint64_t writes_seen = 0;       ///< the watch's count at the last look
+  at::ScalarType wanted = at::kFloat;      ///< in which dtype it is handed out
+  MasterState state;                       ///< the master whose bytes have been copied
+  c10::VariableVersion version;            ///< the master's counter, shared with it
+  std::shared_ptr<MasterContent> content;  ///< null: the values are the master's own bytes
+  std::shared_ptr<Sharing> sharing;        ///< null: it has no memory of its own
+  std::uint32_t ours_seen = 0;             ///< Sharing::Seen::ours, at `state.version`
+  bool mapped = false;                     ///< from a file (Note [A mapping outlives its file's end])
+  std::shared_ptr<MemoryWatch> watch;      ///< of the master's bytes in RAM, if copies are made of them
+  std::uint64_t writes_seen = 0;           ///< the watch's count at the last look
   /// The record's key in tables; one that takes the place of another has its number.
   std::uint64_t number = next_number();
   /// The latest tensor handed out, if somebody still has it: one access gives what the other gave.
@@ -92,8 +94,12 @@ struct MasterRecord : std::enable_shared_from_this<MasterRecord> {
     writes_seen = watch ? watch->first_writes() : 0;
   }
 
+  /// Whether the master was coded, and is plain by now (Note [A coded master]).
+  bool became_plain() const { return content && content->became_plain(); }
+
   /// Whether the master is still what was copied, as far as can be told.
   bool master_unchanged() {
+    if (became_plain()) return false;
     follow_version();
     if (!version.enabled() || version.current_version() != state.version) return false;
     return !watch || watch->writes() == writes_seen;

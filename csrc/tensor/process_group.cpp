@@ -194,17 +194,18 @@ std::uint64_t place_on_host(const Source& source) {
     add(of_part);
   }
   if (source.file) {
-    if (source.address != nullptr && !private_ranges(source.address, source.stored_bytes()).empty()) return 0;
+    if (source.address != nullptr && !private_ranges(source.address, source.extent()).empty()) return 0;
     add(source.file->device());
     add(source.file->inode());
     add(source.offset);
   } else if (source.parts.empty()) {
-    const auto shared = shared_place(source.address, source.stored_bytes());
+    const auto shared = shared_place(source.address, source.extent());
     if (!shared) return 0;
     add(shared->inode);
     add(shared->offset);
   }
   add(source.count);
+  add(source.coding ? source.coded_first + 1 : 0);
   add(static_cast<std::uint64_t>(source.stored));
   return place == 0 ? 1 : place;
 }

@@ -1,9 +1,11 @@
 #include "transfer/copy_plan.h"
 
+#include <algorithm>
 #include <cstring>
 #include <mutex>
 #include <utility>
 
+#include "core/align.h"
 #include "io/reader.h"
 
 namespace dynswap {
@@ -13,41 +15,63 @@ constexpr std::size_t kSector = 4096;         // of the disk; File reads straigh
 constexpr std::size_t kBufferAlignment = 16;  // what a cast kernel loads at once
 constexpr std::size_t kFragment = 1u << 20;   // a piece is not cut for less than this
 
-/// The element type in which a staged source lies in its buffer.
-Scalar carried(const Source& source, bool by_readers) noexcept {
-  return by_readers ? source.wanted : source.stored;
-}
-
 /// The source as a reader shall read it.
 SourcePtr as_carried(const SourcePtr& source, bool by_readers) {
-  if (carried(*source, by_readers) == source->wanted) return source;
+  if (by_readers || !source->converted()) return source;
   auto unchanged = std::make_shared<Source>(*source);
   unchanged->wanted = source->stored;
+  if (!source->coding) return unchanged;
+  unchanged->stored = unchanged->wanted = Scalar::raw8;
+  unchanged->count = source->coding->blocks.back();
+  unchanged->coding = nullptr;
   return unchanged;
 }
 
-/// Where in its buffer a piece begins that comes after `used` bytes.
-std::size_t place(const Piece& piece, std::size_t used, bool by_readers) noexcept {
-  const Source& source = *piece.source;
-  if (!source.file || by_readers) {
-    return (used + kBufferAlignment - 1) / kBufferAlignment * kBufferAlignment;
-  }
-  const std::size_t phase = (source.offset + piece.first * scalar_size(source.stored)) % kSector;
-  return used + (phase + kSector - used % kSector) % kSector;
+/// Where in its buffer bytes begin that come after `used` others. `begin`: where they begin in the source's
+/// file; nothing if they are not read straight from there.
+std::size_t place(std::optional<std::uint64_t> begin, std::size_t used) noexcept {
+  if (!begin) return align_up(used, kBufferAlignment);
+  return used + (*begin % kSector + kSector - used % kSector) % kSector;
 }
 
-/// Where the device reads a piece of a pinned source.
-const std::byte* in_reach(const Source& source, const Piece& piece) {
-  const std::size_t first = piece.first * scalar_size(source.stored);
-  const std::byte* const master = source.address + first;
+/// A coded piece's blocks in the tensor's index.
+struct Blocks {
+  explicit Blocks(const Piece& piece)
+      : first((piece.source->coded_first + piece.first) / piece.source->coding->block_weights),
+        count((piece.source->coded_first + piece.first + piece.count - 1) /
+                  piece.source->coding->block_weights -
+              first + 1) {}
+
+  std::size_t begin() const noexcept { return first * sizeof(std::uint64_t); }
+  std::size_t bytes() const noexcept { return (count + 1) * sizeof(std::uint64_t); }
+
+  std::size_t first;
+  std::size_t count;
+};
+
+/// The part of the index, for a reader to copy.
+Piece index_of(const Piece& piece) {
+  const std::shared_ptr<const Coding>& coding = piece.source->coding;
+  const Blocks blocks(piece);
+  auto index = std::make_shared<Source>();
+  index->name = piece.source->name;
+  index->count = coding->blocks.size() * sizeof(std::uint64_t);
+  index->address = reinterpret_cast<const std::byte*>(coding->blocks.data());
+  index->owner = coding;
+  return {index, blocks.begin(), blocks.bytes(), nullptr};
+}
+
+/// Where the device reads bytes of a pinned source.
+const std::byte* in_reach(const Source& source, const StoredRange& range) {
+  const std::byte* const master = source.address + range.begin;
   if (!source.pinned_copy) return master;
-  std::byte* const copy = source.pinned_copy->bytes.get() + first;
+  std::byte* const copy = source.pinned_copy->bytes.get() + range.begin;
   // Of a large master: refresh_pinned_copies() has made it current.
   if (source.pinned_copy->writes) return copy;
   // See Note [A small master has a page-locked copy]
-  const std::size_t bytes = piece.count * scalar_size(source.stored);
   const std::lock_guard lock(source.pinned_copy->refreshing);
-  if (source.mapped || std::memcmp(copy, master, bytes) != 0) fetch_from_memory(source, first, copy, bytes);
+  if (source.mapped || std::memcmp(copy, master, range.bytes()) != 0)
+    fetch_from_memory(source, range.begin, copy, range.bytes());
   return copy;
 }
 
@@ -59,7 +83,8 @@ bool refresh(const Source& source) {
   if (!writes) return false;
   if (copy.as_of == writes) return true;
   if (std::exchange(copy.seen, writes) != writes) return false;
-  fetch_from_memory(source, 0, copy.bytes.get(), source.stored_bytes());
+  const StoredRange range = source.stored_range(0, source.count);
+  fetch_from_memory(source, range.begin, copy.bytes.get() + range.begin, range.bytes());
   copy.as_of = writes;
   return true;
 }
@@ -67,33 +92,49 @@ bool refresh(const Source& source) {
 /// Gathers staged pieces into chunks, each as large as a buffer.
 class Chunks {
  public:
-  Chunks(StagingRing* ring, const std::shared_ptr<Reads>& reads, bool device_casts,
+  Chunks(StagingRing* ring, const std::shared_ptr<Reads>& reads, DeviceAbilities device,
          std::vector<CopyBatch>& batches)
-      : ring_(ring), reads_(reads), device_casts_(device_casts), batches_(batches) {}
+      : ring_(ring), reads_(reads), device_(device), batches_(batches) {}
 
   void add(const Piece& piece) {
-    const std::size_t capacity = ring_->buffer_bytes();
     const Source& source = *piece.source;
-    const bool by_readers = cast_by_readers(source, device_casts_);
-    const std::size_t size = scalar_size(carried(source, by_readers));
+    const bool by_readers = converted_by_readers(source, device_);
+    const bool coded = source.coding && !by_readers;
+    const std::size_t size = scalar_size(by_readers ? source.wanted : source.stored);  // unless it is coded
     const SourcePtr read_as = as_carried(piece.source, by_readers);
+    const bool convert = source.converted() && !by_readers;
     Piece rest = piece;
     while (rest.count > 0) {
-      const std::size_t offset = place(rest, used_, by_readers);
-      const std::uint64_t room = offset < capacity ? (capacity - offset) / size : 0;
+      std::optional<std::uint64_t> file_begin;
+      if (source.file && !by_readers)
+        file_begin = source.offset + source.stored_range(rest.first, rest.count).begin;
+      const std::size_t offset = place(coded ? std::nullopt : file_begin, used_);
+      const std::size_t capacity = ring_->buffer_bytes();
+      const std::size_t room = offset < capacity ? capacity - offset : 0;
       Piece part = rest;
-      if (room < rest.count) {
+      part.count = std::min(rest.count, coded ? beside_index(source, rest.first, room) : room / size);
+      if (part.count < rest.count) {
         // Whole sectors, so that the rest keeps its phase.
-        part.count = room / kSector * kSector;
-        if (part.count * size < kFragment && used_ > 0) part.count = 0;
+        if (!coded) part.count = part.count / kSector * kSector;
+        if ((coded ? stored_bytes(part) : part.count * size) < kFragment && used_ > 0) part.count = 0;
         if (part.count == 0) {
           finish();
           continue;
         }
       }
-      parts_.push_back({{read_as, part.first, part.count, nullptr}, offset});
-      landings_.push_back({part, nullptr, carried(source, by_readers) != source.wanted});
-      used_ = offset + part.count * size;
+      if (coded) {
+        const Piece index = index_of(part);
+        const StoredRange range = source.stored_range(part.first, part.count);
+        const std::size_t begin = place(file_begin, offset + index.count);
+        parts_.push_back({index, offset});
+        parts_.push_back({{read_as, range.begin, range.bytes(), nullptr}, begin});
+        landings_.push_back({{part, nullptr, convert}, begin, offset});
+        used_ = begin + range.bytes();
+      } else {
+        parts_.push_back({{read_as, part.first, part.count, nullptr}, offset});
+        landings_.push_back({{part, nullptr, convert}, offset, std::nullopt});
+        used_ = offset + part.count * size;
+      }
       rest.first += part.count;
       rest.count -= part.count;
       rest.dst += part.count * scalar_size(source.wanted);
@@ -103,38 +144,54 @@ class Chunks {
   /// Queues the chunk that is not full.
   void finish() {
     if (parts_.empty()) return;
-    std::vector<std::size_t> offsets;
-    for (const StagedPiece& part : parts_) offsets.push_back(part.offset);
     const StagingRing::Ticket ticket = ring_->add(std::move(parts_), reads_);
-    for (std::size_t i = 0; i < landings_.size(); ++i) landings_[i].from = ticket.buffer + offsets[i];
-    batches_.push_back({{}, ticket.chunk, std::move(landings_)});
+    CopyBatch& batch = batches_.emplace_back(CopyBatch{{}, ticket.chunk, {}});
+    for (auto& [landing, from, index] : landings_) {
+      landing.from = ticket.buffer + from;
+      if (index) landing.index = ticket.buffer + *index;
+      batch.landings.push_back(std::move(landing));
+    }
     parts_.clear();
     landings_.clear();
     used_ = 0;
   }
 
  private:
+  /// How many coded elements have room, with the index of their blocks, each of which has kSector bytes at
+  /// least, and in phase.
+  static std::uint64_t beside_index(const Source& source, std::uint64_t first, std::size_t room) noexcept {
+    const std::size_t around = (room / kSector + 2) * sizeof(std::uint64_t) + kSector;
+    return room > around ? source.elements_within(first, room - around) : 0;
+  }
+
+  struct Staged {
+    Landing landing;
+    std::size_t from;                  ///< in the buffer
+    std::optional<std::size_t> index;  ///< likewise
+  };
+
   StagingRing* const ring_;
   const std::shared_ptr<Reads>& reads_;
-  const bool device_casts_;
+  const DeviceAbilities device_;
   std::vector<CopyBatch>& batches_;
   std::vector<StagedPiece> parts_;
-  std::vector<Landing> landings_;
+  std::vector<Staged> landings_;
   std::size_t used_ = 0;
 };
 
 }  // namespace
 
-bool cast_by_readers(const Source& source, bool device_casts) noexcept {
-  if (!source.cast()) return false;
-  if (!device_casts || !device_casts_to(source.wanted)) return true;
+bool converted_by_readers(const Source& source, DeviceAbilities device) noexcept {
+  if (!source.converted()) return false;
+  if (source.cast() && (!device.casts || !device_casts_to(source.wanted))) return true;
+  if (source.coding && !device.decodes) return true;
   const bool in_reach = source.pinned && !source.file;
-  return !in_reach && scalar_size(source.wanted) < scalar_size(source.stored);
+  return !in_reach && source.wanted_bytes() < source.stored_bytes();
 }
 
-CopyPath copy_path(const Source& source, bool device_casts) noexcept {
-  if (!source.pinned || source.file || cast_by_readers(source, device_casts)) return CopyPath::staged;
-  return source.cast() ? CopyPath::cast_after : CopyPath::direct;
+CopyPath copy_path(const Source& source, DeviceAbilities device) noexcept {
+  if (!source.pinned || source.file || converted_by_readers(source, device)) return CopyPath::staged;
+  return source.converted() ? CopyPath::convert_after : CopyPath::direct;
 }
 
 void refresh_pinned_copies(CopyRequest& request) {
@@ -157,32 +214,39 @@ void refresh_pinned_copies(CopyRequest& request) {
   }
 }
 
-CopyNeeds needs_of(const CopyRequest& request, bool device_casts) noexcept {
+CopyNeeds needs_of(const CopyRequest& request, DeviceAbilities device) noexcept {
   CopyNeeds needs;
   for (const Step& step : request.steps) {
     for (const Piece& piece : step.pieces) {
       const Source& source = *piece.source;
-      needs.staging = needs.staging || copy_path(source, device_casts) == CopyPath::staged;
-      needs.casting = needs.casting || (source.cast() && !cast_by_readers(source, device_casts));
+      needs.staging = needs.staging || copy_path(source, device) == CopyPath::staged;
+      needs.converting = needs.converting || (source.converted() && !converted_by_readers(source, device));
     }
   }
   return needs;
 }
 
-std::vector<CopyBatch> plan_copies(const CopyRequest& request, bool device_casts, StagingRing* ring,
+std::vector<CopyBatch> plan_copies(const CopyRequest& request, DeviceAbilities device, StagingRing* ring,
                                    const std::shared_ptr<Reads>& reads) {
   std::vector<CopyBatch> batches;
   for (const Step& step : request.steps) {
     CopyBatch direct{step.after, std::nullopt, {}};
     for (const Piece& piece : step.pieces) {
-      const CopyPath path = copy_path(*piece.source, device_casts);
+      const CopyPath path = copy_path(*piece.source, device);
       if (piece.count == 0 || path == CopyPath::staged) continue;
-      direct.landings.push_back({piece, in_reach(*piece.source, piece), path == CopyPath::cast_after});
+      const Source& source = *piece.source;
+      Landing& landing = direct.landings.emplace_back();
+      landing.piece = piece;
+      landing.from = in_reach(source, source.stored_range(piece.first, piece.count));
+      landing.convert = path == CopyPath::convert_after;
+      if (!source.coding) continue;
+      const Blocks blocks(piece);  // the index is at the beginning of what is coded
+      landing.index = in_reach(source, {blocks.begin(), blocks.begin() + blocks.bytes()});
     }
     batches.push_back(std::move(direct));
-    Chunks chunks(ring, reads, device_casts, batches);
+    Chunks chunks(ring, reads, device, batches);
     for (const Piece& piece : step.pieces) {
-      if (piece.count > 0 && copy_path(*piece.source, device_casts) == CopyPath::staged) chunks.add(piece);
+      if (piece.count > 0 && copy_path(*piece.source, device) == CopyPath::staged) chunks.add(piece);
     }
     chunks.finish();
   }

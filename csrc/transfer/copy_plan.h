@@ -21,11 +21,13 @@ namespace dynswap {
 ///   - Into f8_e4m3fn: always by the readers, through torch's own conversion, because torch's releases
 ///     differ in what they make of values that are too large (NaN, or the largest). So even a pinned
 ///     source is staged then.
+///   - Coded (docs/lossless.md): as if the device cast, from the coded type: it crosses the bus coded, and a
+///     kernel of ours decodes it, and casts it on the way. Where there is none, the readers do both.
 ///   - On a device that cannot cast (one that CUDA kernels were not compiled for): always by the readers.
 enum class CopyPath {
-  direct,      ///< pinned, not cast: straight into place
-  cast_after,  ///< pinned: to a scratch block, then cast into place
-  staged,      ///< read into a pinned buffer first, and from there one of the two
+  direct,         ///< pinned, not cast: straight into place
+  convert_after,  ///< pinned: to a scratch block, then cast or decoded into place
+  staged,         ///< read into a pinned buffer first, and from there one of the two
 };
 
 /// Whether a device that can cast at all can cast into `wanted`: any floating type but f8_e4m3fn.
@@ -33,10 +35,15 @@ constexpr bool device_casts_to(Scalar wanted) noexcept {
   return is_floating(wanted) && wanted != Scalar::f8_e4m3fn;
 }
 
-/// Whether readers cast the source, and not the device. `device_casts`, here and below: whether the device
-/// can cast at all.
-bool cast_by_readers(const Source& source, bool device_casts) noexcept;
-CopyPath copy_path(const Source& source, bool device_casts) noexcept;
+/// What a device can do itself with what it is sent.
+struct DeviceAbilities {
+  bool casts = true;
+  bool decodes = false;  ///< coded bytes, and casts on the way
+};
+
+/// Whether readers convert the source (decode it, cast it), and not the device.
+bool converted_by_readers(const Source& source, DeviceAbilities device) noexcept;
+CopyPath copy_path(const Source& source, DeviceAbilities device) noexcept;
 
 /// Brings the page-locked copies of large masters up to date, or has the masters staged: Note [A large master
 /// has a page-locked copy]. Called once for a request, before the functions below.
@@ -45,16 +52,17 @@ void refresh_pinned_copies(CopyRequest& request);
 /// What a request needs: a staging ring, and casts on the device.
 struct CopyNeeds {
   bool staging = false;
-  bool casting = false;  ///< by the device
+  bool converting = false;  ///< by the device
 };
-CopyNeeds needs_of(const CopyRequest& request, bool device_casts) noexcept;
+CopyNeeds needs_of(const CopyRequest& request, DeviceAbilities device) noexcept;
 
-/// The last leg of a piece: the device copies it from memory that it reads into place or, with `cast`, into a
-/// scratch block, and casts it from there.
+/// The last leg of a piece: the device copies it from memory that it reads into place or, with `convert`,
+/// into a scratch block, and casts it from there, or decodes it.
 struct Landing {
   Piece piece;                      ///< as requested
-  const std::byte* from = nullptr;  ///< its first element, of type source->stored if `cast`, else ->wanted
-  bool cast = false;
+  const std::byte* from = nullptr;  ///< its bytes: as they are stored if `convert`, else as they are wanted
+  bool convert = false;
+  const std::byte* index = nullptr;  ///< coded: Coding::blocks from the piece's first block on, unaligned
 };
 
 /// What is enqueued on the copy stream together: first the waits for `after`, then, for a staged chunk, the
@@ -70,7 +78,7 @@ struct CopyBatch {
 /// copies of small masters up to date.
 ///
 /// The caller has to enqueue chunks in the order in which they were added: see StagingRing.
-std::vector<CopyBatch> plan_copies(const CopyRequest& request, bool device_casts, StagingRing* ring,
+std::vector<CopyBatch> plan_copies(const CopyRequest& request, DeviceAbilities device, StagingRing* ring,
                                    const std::shared_ptr<Reads>& reads);
 
 }  // namespace dynswap

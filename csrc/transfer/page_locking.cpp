@@ -50,9 +50,9 @@ bool in_one_range(const std::byte* first, std::size_t bytes) noexcept {
 enum class ByOthers { no, whole, pieces };
 
 ByOthers locked_by_others(PageLocker& locker, const Source& source) {
-  const std::byte* const last = source.address + source.stored_bytes() - 1;
+  const std::byte* const last = source.address + source.extent() - 1;
   if (!locker.is_locked(source.address) || !locker.is_locked(last)) return ByOthers::no;
-  return in_one_range(source.address, source.stored_bytes()) ? ByOthers::whole : ByOthers::pieces;
+  return in_one_range(source.address, source.extent()) ? ByOthers::whole : ByOthers::pieces;
 }
 
 /// Whether others have page-locked some of a block, which keeps it from being locked as a whole. Looks at
@@ -99,7 +99,7 @@ class Pinning {
   /// Locks an item's master in place, if it may be locked there or is locked already.
   void in_place(Lockable& item) {
     const Source& source = *item.source;
-    const bool small = source.stored_bytes() <= kSmall;
+    const bool small = source.extent() <= kSmall;
     ByOthers others = ByOthers::no;
     over_limit_ = false;
     const auto locker = [&]() -> std::shared_ptr<void> {
@@ -228,7 +228,7 @@ class Pinning {
 
  private:
   static std::size_t room(const Lockable& item) {
-    return (item.source->stored_bytes() + kCopyAlignment - 1) / kCopyAlignment * kCopyAlignment;
+    return (item.source->extent() + kCopyAlignment - 1) / kCopyAlignment * kCopyAlignment;
   }
 
   static Source& replace(Lockable& item) {
@@ -269,7 +269,7 @@ class Pinning {
       return nullptr;
     }
     auto copy = std::make_shared<PinnedCopy>();
-    copy->bytes = locker_.allocate(source.stored_bytes(), reason_);
+    copy->bytes = locker_.allocate(source.extent(), reason_);
     copy->writes = [watch]() -> std::optional<std::uint64_t> {
       const std::uint64_t writes = watch->writes();
       return watch->exact() ? std::optional(writes) : std::nullopt;  // the watch may be lost
@@ -281,13 +281,13 @@ class Pinning {
   /// master is seen. Returns false if it has none.
   bool give_copy(Lockable& item) {
     const SourcePtr source = item.source;
-    if (locker_.locks_nothing().empty()) return false;
+    if (locker_.locks_nothing().empty() || source->coded_first > 0) return false;
     if (source->mapped) {
       reason_ = "they are mapped from files";
       return false;
     }
     bool has_room = false;
-    const auto copy = copies_.copy_of(source->address, source->stored_bytes(), [&] {
+    const auto copy = copies_.copy_of(source->address, source->extent(), [&] {
       has_room = true;
       return copy_with_watch(*source);
     });
@@ -324,7 +324,7 @@ std::string page_lock(PageLocker& locker, PinnedCopies& copies, std::vector<Lock
   for (Lockable& item : items) {
     const Source& source = *item.source;
     if (source.pinned || source.from_files() || source.address == nullptr || source.count == 0) continue;
-    (source.stored_bytes() <= kSmall ? small : large).push_back(&item);
+    (source.extent() <= kSmall ? small : large).push_back(&item);
     bytes += source.stored_bytes();
   }
   for (Lockable* item : large) pinning.in_place(*item);

@@ -14,6 +14,7 @@ from torch.autograd import forward_ad
 from dynswap_ext._python import saved_hooks
 from dynswap_ext._python.attribute import ModuleState
 from dynswap_ext._python.calls import inside_call, keep
+from dynswap_ext._python.coded_masters import is_coded, is_range, memory_of
 from dynswap_ext._python.destination import Destination
 from dynswap_ext._python.device_copy import DeviceCopy, Weight
 from dynswap_ext._python.held_copies import HeldCopies, drop, exclusive, held
@@ -26,9 +27,10 @@ from dynswap_ext._util.listing import listed
 from dynswap_ext._util.memory import exact_bytes
 from dynswap_ext.config import Budget, Options
 from dynswap_ext.errors import BudgetError, OutOfMemoryError
+from dynswap_ext.lossless.tensor import LosslessTensor
 
 #: The types of masters whose bytes can be copied.
-_PLAIN: Final = (torch.Tensor, nn.Parameter)
+_PLAIN: Final = (torch.Tensor, nn.Parameter, LosslessTensor)
 
 
 class Access(HeldCopies):
@@ -154,7 +156,8 @@ class Access(HeldCopies):
         """
         traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
         in_graph = master.requires_grad and torch.is_grad_enabled()
-        names = None if traced or in_graph else inner_names(master)
+        apart = not (traced or in_graph or isinstance(master, LosslessTensor))
+        names = inner_names(master) if apart else None
         inner = None if names is None else self._inner(state, name, master, names)
         if inner is None:
             return self.hooks.convert(master, destination.device, destination.dtype_for(master))
@@ -262,7 +265,8 @@ class Access(HeldCopies):
             raise OutOfMemoryError(
                 f"no device memory for {self._name(weight)}, {exact_bytes(size)}: {error}"
             ) from error
-        self._count_copy(weight.counts, begin, time.monotonic_ns(), master.nbytes)
+        read = memory_of(master).nbytes if is_coded(master) else master.nbytes
+        self._count_copy(weight.counts, begin, time.monotonic_ns(), read, master.nbytes)
         self._counters["peak_bytes"] = max(self._counters["peak_bytes"], self._bytes())
         return copy
 
@@ -321,6 +325,7 @@ def is_plain(master: torch.Tensor) -> bool:
     """Return whether a master's bytes can be copied and compared. Others are converted at each access."""
     return (
         type(master) in _PLAIN
+        and (not is_coded(master) or is_range(master))
         and master.is_cpu
         and master.numel() > 0
         and master.layout is torch.strided

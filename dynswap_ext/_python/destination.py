@@ -8,6 +8,8 @@ import torch
 from torch import nn
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
+from dynswap_ext._python.coded_masters import is_range
+
 
 @dataclass(frozen=True, slots=True)
 class Destination:
@@ -29,7 +31,7 @@ class Destination:
     def holds(self, master: torch.Tensor) -> bool:
         """Return whether a master is handed out itself.
 
-        That is so if it has the wanted device and dtype already, or if it has no data now.
+        That is so if it has the wanted device and dtype already, and is not coded, or if it has no data now.
         """
         if (
             isinstance(master, UninitializedTensorMixin)
@@ -38,7 +40,8 @@ class Destination:
             or (master.numel() == 0 and not isinstance(master, nn.Parameter))
         ):
             return True
-        return master.device == self.device and master.dtype == self.dtype_for(master)
+        there = master.device == self.device and master.dtype == self.dtype_for(master)
+        return there and not is_range(master)
 
     def bytes_for(self, master: torch.Tensor) -> int:
         return master.numel() * self.dtype_for(master).itemsize

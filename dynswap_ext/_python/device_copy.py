@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from dynswap_ext._python.autograd import alias, fetch, is_fetched
+from dynswap_ext._python.coded_masters import is_coded, place_of, values_of
 from dynswap_ext._python.destination import Destination, lies_as_copy
 from dynswap_ext._python.mapped_files import check_mapped, span
 from dynswap_ext._python.master_state import MasterState, NotedWrites
@@ -83,7 +84,7 @@ class DeviceCopy:
         self._noted = weight.noted
         master = weight.master
         check_mapped(master)
-        self._storage, begin = storage_address(master), master.data_ptr()
+        self._storage, begin = place_of(master)
         self._range = begin, begin + span(master)
         neighbours = self.neighbours()
         for other in neighbours:
@@ -91,12 +92,14 @@ class DeviceCopy:
         self._of = MasterState(master, self._noted)
         #: The master's values when both sides were last equal. Elements of `data` that differ from them were
         #: written here. Kept only where versions do not tell who has written: if other tensors share the
-        #: master's memory, or if an alias was made by `.data`.
+        #: master's memory, or if an alias was made by `.data`; and if the master is coded.
         self.before: torch.Tensor | None = None
-        if neighbours or master.untyped_storage().nbytes() != master.nbytes:
+        if neighbours or is_coded(master) or master.untyped_storage().nbytes() != master.nbytes:
             self.before = self._as_master(weight, master)
         with torch.inference_mode(False), torch.no_grad(), unseen_by_modes():
-            self.data: torch.Tensor = self.destination.convert(master.detach())
+            self.data: torch.Tensor = self.destination.convert(values_of(master.detach()))
+            if storage_address(self.data) == storage_address(master):
+                self.data = self.data.clone()  # another thread has made a coded master plain
         #: The streams that use the bytes. The first one has copied them. Empty on the CPU.
         self.streams = [] if self.data.is_cpu else [torch.accelerator.current_stream(self.data.device)]
         self.nbytes = self.data.untyped_storage().nbytes()
@@ -182,7 +185,7 @@ class DeviceCopy:
             return False
         now = MasterState(master, self._noted)
         with unseen_by_modes():
-            if bool(changed_elements(master.detach(), self.before).any()):
+            if bool(changed_elements(values_of(master.detach()), values_of(self.before)).any()):
                 return False
         self._of = now
         return True
@@ -220,7 +223,7 @@ class DeviceCopy:
         if not self.compare or self.before is None:
             return False
         with torch.inference_mode(False), torch.no_grad(), unseen_by_modes():
-            return bool(changed_elements(self.data, self.destination.convert(self.before)).any())
+            return bool(changed_elements(self.data, self.destination.convert(values_of(self.before))).any())
 
     def write_back(self, weight: Weight) -> bool:
         """Write to the master what was written on the device. Return whether there was anything to write.
@@ -242,8 +245,8 @@ class DeviceCopy:
         for stream in self.streams:  # those that may have written the bytes
             torch.accelerator.current_stream(self.data.device).wait_stream(stream)
         with torch.inference_mode(False), torch.no_grad(), unseen_by_modes():
-            now = master.detach()
-            copied = now if self.before is None else self.before
+            now = values_of(master.detach())
+            copied = now if self.before is None else values_of(self.before)
             taken = self.data.to(device=now.device, dtype=now.dtype)
             changed = changed_elements(self.data, self.destination.convert(copied)).to(master.device)
             # A value that the master's dtype rounds still differs after it was written back, and would be
@@ -257,6 +260,7 @@ class DeviceCopy:
                 written = torch.where(changed & ~by_others, taken, now)
                 with torch.inference_mode(master.is_inference()):
                     master.detach().copy_(written)
+                now = values_of(master.detach())
                 if self.before is not None:
                     for other in self.neighbours():  # their masters may have other version counters
                         other._noted.count += 1

@@ -20,6 +20,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from dynswap_ext._python.coded_masters import memory_of
 from dynswap_ext._python.device_copy import DeviceCopy, Weight, copies
 from dynswap_ext._python.master_state import is_sampled
 from dynswap_ext._python.statistics import Statistics
@@ -269,6 +270,7 @@ def _source_of(master: torch.Tensor, files: FileMappings) -> str:
     """Return where a master's bytes are, in the words of `GroupFigures.source`."""
     if master.device.type != "cpu":
         return "device"
-    if files.overlapping(master.data_ptr(), max(master.nbytes, 1)):
+    memory = memory_of(master)
+    if files.overlapping(memory.data_ptr(), max(memory.nbytes, 1)):
         return "file"
-    return "pinned RAM" if torch.accelerator.is_available() and master.is_pinned() else "RAM"
+    return "pinned RAM" if torch.accelerator.is_available() and memory.is_pinned() else "RAM"

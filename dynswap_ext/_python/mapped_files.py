@@ -18,6 +18,7 @@ import torch
 
 from dynswap_ext._util.file_mappings import FileMappings, Mapping
 from dynswap_ext._util.memory import exact_bytes
+from dynswap_ext._util.places import parts_of
 from dynswap_ext.errors import SourceError
 
 #: The attribute of a storage that has its address and the file mappings that were found there.
@@ -69,10 +70,9 @@ def what_is_missing(files: Iterable[Mapping], address: int, size: int) -> str:
 
 def check_mapped(master: torch.Tensor) -> None:
     """Raise SourceError if a master is mapped from a file that ends before the master does."""
-    files = mapped_files(master)
-    if files and master.numel():
-        problem = what_is_missing(files, master.data_ptr(), span(master))
-        if problem:
+    for part in parts_of(master):
+        files = mapped_files(part)
+        if files and part.numel() and (problem := what_is_missing(files, part.data_ptr(), span(part))):
             raise SourceError(problem)
 
 

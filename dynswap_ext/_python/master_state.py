@@ -4,6 +4,7 @@
 bytes are compared with those of before: all of them up to 64 KiB, and in a larger master a few places. Such a
 sampled master also counts as written after a step of an optimizer, and after a gradient has arrived, which a
 step is likely to follow. (The native provider has the kernel track pages: csrc/io/memory_watch.h.)
+A coded master is not written as long as it is coded.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any, Final
 
 import torch
 
+from dynswap_ext._python.coded_masters import is_coded, memory_of, place_of
 from dynswap_ext._python.mapped_files import mapped_files, span, what_is_missing
 
 #: The most bytes that are all compared. A larger master is sampled: a few places of it are compared.
@@ -26,6 +28,8 @@ def is_sampled(master: torch.Tensor) -> bool:
 
     Of a master with gaps between its elements, all elements are compared, with a copy of them.
     """
+    if is_coded(master):
+        return False
     return master.device.type == "cpu" and master.nbytes > _COMPARED and span(master) == master.nbytes
 
 
@@ -45,16 +49,19 @@ class MasterState:
         self._identity = _identity(master)
         #: Whether the master counts the writes to it: an inference tensor does not.
         self.has_version = self._identity[0] is not None
+        #: The master's memory if it is coded, since it is dropped when the master becomes plain.
+        memory = memory_of(master)
+        self._coded = memory if is_coded(master) else None
         self._noted = noted if is_sampled(master) else None
         self._count = noted.count
-        self._files = mapped_files(master)
-        self._range = address, size = master.data_ptr(), span(master)
-        if self._noted is not None:
+        self._files = mapped_files(memory)
+        self._range = address, size = memory.data_ptr(), span(memory)
+        if size > _COMPARED:
             places, each = range(address, address + size - 7, (size - 8) // (_PLACES - 1)), 8
         else:
             places, each = range(address, address + 1), size
         # In gaps there are elements of other tensors. The address of a functional tensor is 0.
-        looked_at = places if address and size == master.nbytes else ()
+        looked_at = places if address and size == memory.nbytes else ()
         self._memory = [(ctypes.c_char * each).from_address(place) for place in looked_at]
         # A bytearray can be compared with that memory without a copy of it.
         self._bytes: list[Any] = [bytearray(part) for part in self._memory]
@@ -72,7 +79,7 @@ class MasterState:
 
     def lies_as(self, master: torch.Tensor) -> bool:
         """Return whether the master has the same memory and layout as then, and can be read."""
-        return self._identity[1:] == _identity(master)[1:] and not self._is_gone()
+        return self._identity[2:] == _identity(master)[2:] and not self._is_gone()
 
     def _is_gone(self) -> bool:
         """Return whether the bytes cannot be read any more (Note [Mapped files that become shorter])."""
@@ -80,12 +87,12 @@ class MasterState:
 
 
 def _identity(master: torch.Tensor) -> tuple[Any, ...]:
-    """Return a master's version, memory, dtype and layout.
+    """Return a master's version, whether it is coded, and its memory, dtype and layout.
 
     The version of an inference tensor is None. The result is empty if the master has no memory.
     """
     try:
-        where = master.untyped_storage()._cdata, master.data_ptr()
+        where = is_coded(master), *place_of(master)
     except RuntimeError:  # the master was swapped with a tensor that has no memory
         return ()
     try:

@@ -29,6 +29,7 @@ from dynswap_ext._util.memory import exact_bytes
 from dynswap_ext._util.own_masters import own_masters
 from dynswap_ext.config import Budget, Options
 from dynswap_ext.errors import BudgetError
+from dynswap_ext.lossless.tensor import LosslessTensor
 
 #: A module, with the class and the state that it is to get. Without a state (None) it is a plain module.
 _Change = tuple[nn.Module, type, Any]
@@ -197,7 +198,8 @@ class Session(Access):
                 return "in place"
             weight = state.weights.get(name)
             if weight is None:
-                return "converted" if inner_names(master) is None else "streamed"
+                apart = not isinstance(master, LosslessTensor) and inner_names(master) is not None
+                return "streamed" if apart else "converted"
             return "resident" if weight.resident else "streamed"
 
         return {

@@ -124,11 +124,11 @@ class Statistics:
         if counts not in self._used:
             self._used[counts] = None
 
-    def _count_copy(self, counts: Counts, begin: int, end: int, nbytes: int) -> None:
+    def _count_copy(self, counts: Counts, begin: int, end: int, nbytes: int, decoded: int) -> None:
         """Count a copy of a weight, and its time as a stall. Times are those of ``time.monotonic_ns``."""
         took = end - begin
-        for name, more in (("stall_ns", took), ("misses", 1), ("copies", 1), ("bytes_moved", nbytes)):
-            self._counters[name] += more
+        sizes = {"bytes_moved": nbytes, "bytes_decoded": decoded}
+        self._counters.update({"stall_ns": took, "misses": 1, "copies": 1, **sizes})
         for name, more in (("copies", 1), ("bytes_moved", nbytes), ("copy_ns", took)):
             counts.counters[name] += more
         if not counts.copied_before:

@@ -24,6 +24,7 @@ from dynswap_ext._swap.state import session_of
 from dynswap_ext._util.file_mappings import FileMappings
 from dynswap_ext._util.own_masters import own_masters
 from dynswap_ext._util.warn import warn
+from dynswap_ext.lossless.tensor import LosslessTensor
 
 
 class _Cast:
@@ -79,6 +80,8 @@ class _Casting(threading.local):
 
 
 _casting: Final = _Casting()
+#: The classes of masters whose casts are noted.
+_KINDS: Final = (torch.Tensor, nn.Parameter, LosslessTensor)
 
 
 @contextlib.contextmanager
@@ -94,9 +97,9 @@ def noting_casts(module: nn.Module) -> Iterator[None]:
     cast = _casting.now = around or _Cast()
     # The storages are kept so that mappings of files stay until their addresses have been looked up.
     before = [
-        (name, master, master.dtype, master.untyped_storage(), master.data_ptr())
+        (name, master, master.dtype, master.untyped_storage(), _address(master))
         for name, master, _ in own_masters(module)
-        if type(master) in (torch.Tensor, nn.Parameter) and master.is_floating_point() and _has_bytes(master)
+        if type(master) in _KINDS and master.is_floating_point() and _has_bytes(master)
     ]
     try:
         yield
@@ -110,6 +113,12 @@ def noting_casts(module: nn.Module) -> Iterator[None]:
             cast.note(session, module, name, held[name], address)
     if around is None:
         cast.tell()
+
+
+def _address(master: torch.Tensor) -> int:
+    # That of a coded master's values would decode it for good.
+    coded = isinstance(master, LosslessTensor)
+    return master.untyped_storage().data_ptr() if coded else master.data_ptr()
 
 
 def _has_bytes(master: torch.Tensor) -> bool:

@@ -200,7 +200,7 @@ class Hooks:
     #: The class of what code outside a forward gets for a weight, if a forward gets a plain tensor.
     proxy_class: type[torch.Tensor] = ParameterProxy
     # See Note [Subclasses are taken apart].
-    inner_names_or_streams: Callable[[torch.Tensor, bool], list[str] | bool] = (
+    inner_names_or_streams: Callable[[torch.Tensor, bool], list[str] | subclasses.HeldContent | bool] = (
         subclasses.inner_names_or_streams
     )
     rebuild_subclass: Callable[..., tuple[torch.Tensor, bool]] = subclasses.rebuild_subclass

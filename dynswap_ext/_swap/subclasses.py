@@ -15,11 +15,12 @@ already is handed out as it is.
 from __future__ import annotations
 
 import weakref
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 
 from dynswap_ext._swap.set_attributes import handed_out_before, moved, note_handed_out
+from dynswap_ext.lossless.tensor import Content, LosslessTensor
 
 _WITH_CLASS = "_dynswap_dressed"
 #: Whether `.to(dtype)` of a wrapper class leaves the inner tensors as they are.
@@ -45,13 +46,40 @@ def adds_attributes_only(master: torch.Tensor) -> bool:
     return cls.__torch_dispatch__ is torch.Tensor.__torch_dispatch__
 
 
-def inner_names_or_streams(master: torch.Tensor, in_place: bool) -> list[str] | bool:
+class HeldContent(NamedTuple):
+    """Where the values of a coded master are: Note [A coded weight is an exact weight]."""
+
+    #: What the master shares with its aliases.
+    content: Content
+    #: Plain values, or all coded bytes of the tensor that the master is a part of.
+    held: torch.Tensor
+    #: Of that tensor, the master's first weight; None if the values are plain.
+    first: int | None
+    #: How many weights that tensor has.
+    weights: int
+
+
+def _held_content(master: LosslessTensor) -> HeldContent | bool:
+    content = master._dynswap_content
+    coded = content.coded  # read first: it is dropped after `plain` is set
+    if coded is None:
+        return HeldContent(content, master.decoded(), None, master.numel())
+    if master.dtype != content.dtype or not master.is_contiguous():
+        return False
+    return HeldContent(content, coded, int(master.storage_offset()), content.count)
+
+
+def inner_names_or_streams(master: torch.Tensor, in_place: bool) -> list[str] | HeldContent | bool:
     """Return the names of a wrapper's inner tensors; for any other master, whether its own bytes stream.
+
+    For a coded master, return where its values are.
 
     `in_place`: the master is on the compute device already, in the wanted dtype. Then the class may repack
     its bytes there: in its first forward on the CPU, bitsandbytes gives a 4-bit weight the layout of its
     kernels (`weight.data = packed`), and changes its quantisation state to match. A copy would not match.
     """
+    if isinstance(master, LosslessTensor):
+        return _held_content(master)
     names = inner_names(master)
     if names is not None:
         return names

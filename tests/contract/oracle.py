@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import dynswap_ext
+from coded_masters import stored_bytes
 from dynswap_ext import testing
 
 Run = Callable[[nn.Module], Any]
@@ -17,7 +18,7 @@ Run = Callable[[nn.Module], Any]
 def master_bytes(*modules: nn.Module) -> int:
     """Return the bytes of all parameters, each once: what a pass through the models moves at least."""
     masters = {id(p): p for module in modules for p in module.parameters()}
-    return sum(p.numel() * p.element_size() for p in masters.values())
+    return sum(stored_bytes(p) for p in masters.values())
 
 
 def assert_moved(handle: dynswap_ext.Handle, *modules: nn.Module) -> None:

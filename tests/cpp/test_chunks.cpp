@@ -26,8 +26,6 @@ Piece piece(std::uint64_t count, Scalar stored, Scalar wanted, std::byte* dst, s
   return {source, 0, count, dst};
 }
 
-std::uint64_t stored_bytes(const Piece& part) { return part.count * scalar_size(part.source->stored); }
-
 TEST(chunks_cover_each_piece_once_and_in_order) {
   Random random(11);
   std::byte* const base = nullptr;

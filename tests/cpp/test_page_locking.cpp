@@ -78,9 +78,9 @@ Path path_of(const SourcePtr& source) {
   request.steps.push_back({{}, {{source, 0, source->count, nullptr}}});
   refresh_pinned_copies(request);
   const Source& settled = *request.steps[0].pieces[0].source;
-  const CopyPath path = copy_path(settled, /*device_casts=*/true);
+  const CopyPath path = copy_path(settled, DeviceAbilities{});
   if (path == CopyPath::staged) return {path};
-  const auto batches = plan_copies(request, /*device_casts=*/true, nullptr, nullptr);
+  const auto batches = plan_copies(request, DeviceAbilities{}, nullptr, nullptr);
   return {path, static_cast<int>(batches.at(0).landings.at(0).from[settled.count - 1])};
 }
 

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <fstream>
 #include <memory>
 #include <random>
 #include <string>
@@ -13,6 +14,7 @@
 #include "core/check.h"
 #include "io/aligned_buffer.h"
 #include "io/file.h"
+#include "lossless_weights.h"
 #include "random.h"
 #include "system.h"
 #include "temp_file.h"
@@ -179,6 +181,47 @@ void add_layers(Neighbours& group, std::size_t layers, std::size_t between, bool
       group.add({.offset = offset, .count = count, .place = place, .cast = cast});
       offset += 4 * count + between;
       place += (cast ? 2 : 4) * count + 64 * (between > 0);
+    }
+  }
+}
+
+TEST(reader_decodes_and_casts_in_runs) {
+  constexpr std::size_t kCount = 100000;
+  const Bytes weights = trained(Scalar::f32, kCount, 7);
+  const Bytes coded = encoded_tensor(Scalar::f32, weights);
+  const TempFile written(coded.size());
+  std::ofstream(written.path(), std::ios::binary)
+      .write(reinterpret_cast<const char*>(coded.data()), static_cast<std::streamsize>(coded.size()));
+  auto coding = std::make_shared<Coding>();
+  coding->block_weights = lossless::kBlockWeights;
+  coding->weights = kCount;
+  for (std::size_t i = 0; i <= lossless::blocks_of(kCount); ++i)
+    coding->blocks.push_back(get(coded, 8 * i, 8));
+  for (const Scalar wanted : {Scalar::f32, Scalar::bf16}) {
+    for (const bool from_file : {true, false}) {
+      Source source = source_of(Scalar::f32, wanted, kCount);
+      source.coding = coding;
+      if (from_file) {
+        source.file = File::open(written.path());
+      } else {
+        source.address = coded.data();
+      }
+      const std::size_t size = scalar_size(wanted);
+      for (const std::size_t first : {0, 5000}) {
+        for (const std::size_t count : {std::size_t{1}, std::size_t{kCastRun} + 1, kCount - first}) {
+          longest_run = 0;
+          std::vector<std::byte> dst(count * size + 1, kUntouched);
+          read_piece(piece_of(source, first, count), dst.data(), &upper_half, ReadMode::quick);
+          const std::byte* const src = weights.data() + 4 * first;
+          const Bytes expected =
+              wanted == Scalar::f32 ? Bytes(src, src + 4 * count) : upper_halves(src, count);
+          EXPECT(std::memcmp(dst.data(), expected.data(), expected.size()) == 0);
+          EXPECT(dst.back() == kUntouched);
+          if (wanted == Scalar::f32) continue;
+          EXPECT(longest_run <= kCastRun);
+          EXPECT(longest_run >= std::min<std::size_t>(count, kCastRun - lossless::kBlockWeights));
+        }
+      }
     }
   }
 }

@@ -85,6 +85,7 @@ def _viewed(p: Tensor) -> bool:
 
 def _copy_into_storage(place: Place, dice: Dice) -> None:
     values = dice.values(place.master)
+    place.master.data_ptr()  # whoever writes to memory asks where it is; a coded master is plain from then on
     place.master.untyped_storage().copy_(values.untyped_storage())
 
 

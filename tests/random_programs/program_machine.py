@@ -47,7 +47,7 @@ class Programs(RuleBasedStateMachine):
     @initialize(
         name=st.sampled_from(list(ARCHITECTURES)),
         width=st.sampled_from([NARROW, WIDE]),
-        source=st.sampled_from(["ram", "torch", "safetensors"]),
+        source=st.sampled_from(["ram", "torch", "safetensors", "coded"]),
         seed=seeds,
         options=options,
     )

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from coded_masters import code_masters, coded
 from conftest import PRETEND, Provider, skip_or_fail
 from dynswap_ext import testing
 from not_yet import NOT_YET, waits
@@ -56,7 +57,35 @@ def test_a_frozen_master_is_swapped(provider: Provider) -> None:
     provider.assert_as_masters(model, x)
 
 
+def test_a_coded_master_is_written_silently_before_a_new_plan(provider: Provider) -> None:
+    model = code_masters(mlp(24).eval())
+    provider.install(model, dtype=torch.float64, budget="auto", prefetch=0)
+    first, *_, last = model.parameters()
+    x = provider.randn(2, 24)
+    with torch.no_grad():
+        model(x)
+        for _ in range(2):  # the new plan comes two calls after the master is plain
+            first.fill_(0.5)
+            model(x)
+        last.detach().numpy()[...] = 7.0
+        provider.assert_as_masters(model, x)
+
+
 # Writes on what is handed out -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("budget", [None, "1GiB"], ids=["streamed", "resident"])
+def test_a_coded_master_and_what_is_handed_out_are_written(provider: Provider, budget: str | None) -> None:
+    model = code_masters(nn.Sequential(nn.Linear(24, 24)))
+    handle = provider.install(model, dtype=torch.float64, budget=budget)
+    held, master = model[0].weight, model[0]._parameters["weight"]
+    with torch.no_grad():
+        for row in range(0, 8, 2):
+            master.detach().numpy()[row] = row
+            held[row + 1] = row + 1.0
+            handle.flush()
+            written = model.state_dict()["0.weight"][: row + 2]
+            testing.assert_bit_equal(written[:, 0], torch.arange(row + 2.0))
 
 
 class Counts(nn.Module):
@@ -96,6 +125,31 @@ def test_a_part_of_a_large_tensor_that_is_held(provider: Provider, budget: str |
             assert model.state_dict()["2.weight"][row, 3] == 9.0
             provider.assert_as_masters(model, x)
     del held
+
+
+class WritesFirst(nn.Module):
+    """Writes on the first of two parameters of one memory, which somebody keeps, and reads the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        one = coded(torch.ones(600, 600))
+        self.one, self.other = nn.Parameter(one), nn.Parameter(one.detach())
+        self.kept: list[torch.Tensor] = []
+
+    def forward(self, x: torch.Tensor, value: float) -> torch.Tensor:
+        self.other.sum()
+        self.kept.append(self.one.fill_(value))
+        return x * self.other[0, 0]
+
+
+@waiting_for("coded aliases")
+def test_a_write_shows_in_the_coded_master_of_the_same_content(provider: Provider) -> None:
+    model = WritesFirst()
+    provider.install(model, dtype=torch.float64, budget="1GiB", prefetch=0)
+    x = provider.randn(3)
+    with torch.no_grad():
+        for value in (2.0, 3.0, 4.0):
+            testing.assert_bit_equal(model(x, value), x * value)
 
 
 # Statistics and buffers -------------------------------------------------------------------------------

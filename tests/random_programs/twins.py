@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import dynswap_ext
 from architectures import ARCHITECTURES, make, total
+from coded_masters import code_masters
 from conftest import PRETEND, Provider
 from dynswap_ext import checkpoint, testing
 from dynswap_ext._swap.changed_elements import bits
@@ -53,7 +54,7 @@ class Twins:
         self.model = _with_masters(make(name, width, seed), source, folder / "model")
         if source == "torch":  # which takes ties apart
             testing.map_from_file(self.plain, folder / "plain")
-        self.mapped = source != "ram"
+        self.mapped = source not in ("ram", "coded")
         self.classes = [type(module) for module in self.model.modules()]
         #: The floating dtype of the masters of both models.
         self.dtype = torch.float32
@@ -368,10 +369,12 @@ def _ties(places: list[tuple[str, Place]]) -> list[int]:
 
 
 def _with_masters(model: nn.Module, source: str, path: Path) -> nn.Module:
-    """Return the model with its masters in RAM, or mapped from a file of the kind `source`."""
+    """Return the model with its masters in RAM, plain or coded, or in a file of the kind `source`."""
     if source == "torch":
         return testing.map_from_file(model, path.with_suffix(".pt"))
     if source == "safetensors":
         checkpoint.save(model, path.with_suffix(".safetensors"))
         return checkpoint.load(model, path.with_suffix(".safetensors"))
+    if source == "coded":
+        return code_masters(model)
     return model

@@ -1,0 +1,32 @@
+// Masters whose values are not the bytes of their own memory.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+namespace dynswap {
+
+/// Note [A coded master]
+/// A LosslessTensor (dynswap_ext/lossless/tensor.py) has coded bytes, of which the engine's copies are
+/// decoded, until somebody writes to it: from then on it has plain values in memory. So a handed-out tensor
+/// asks its master's content for the values to compare with, and for the memory to write to. No watch tells
+/// of writes to that memory until the session looks at the master again. So whoever has a copy of coded bytes
+/// takes a master that is plain by now as written, and compares with what was coded.
+///
+/// Any thread may ask, with the GIL or without.
+class MasterContent {
+ public:
+  virtual ~MasterContent() = default;
+
+  /// Whether it was coded in the beginning.
+  virtual bool was_coded() const = 0;
+  /// Whether it was coded, and is plain by now.
+  virtual bool became_plain() const = 0;
+  /// The values, shaped and strided as the master, in ordinary memory: a copy, if it is coded.
+  virtual at::Tensor values() const = 0;
+  /// If it was coded: what the coded bytes stand for, as values(), also when it has others by now.
+  virtual at::Tensor coded_values() const = 0;
+  /// The memory of its values, which is not coded from now on.
+  virtual at::Tensor memory() = 0;
+};
+
+}  // namespace dynswap
