@@ -55,6 +55,7 @@ RUNS = {
     "mesh": Run("mesh"),
     "load": Run("load"),
     "convert": Run("convert"),
+    "lossless": Run("lossless"),
     "experts": Run("experts"),
     "virtual_clock": Run("virtual_clock"),
     "plan": Run("plan"),

@@ -235,7 +235,7 @@ testing.assert_bit_equal(model(x), plain(x))
 with dynswap_ext.install(model, device="cpu", dtype=torch.float32, budget="minimum"):
     testing.assert_bit_equal(model(x.float()), plain.float()(x.float()))
 coded = [p.coded for p in model.parameters() if isinstance(p, LosslessTensor)]
-told["coded"] = all(each is not None and each.is_shared() for each in coded)
+told["coded"] = len(coded) > 0 and all(each is not None for each in coded)
 """
     )
     told = forked_ranks.run(code, 2, tmp_path, tmp_path, Path(__file__).parent)

@@ -21,7 +21,8 @@ PyObject* plain_call(PyObject* self, PyObject* arguments, PyObject* keywords) {
   static PyObject* const kOriginal = PyUnicode_InternFromString("_dynswap_original");
   static PyObject* const kCall = PyUnicode_InternFromString("__call__");
   PyTypeObject* const type = Py_TYPE(self);
-  auto* const original = reinterpret_cast<PyTypeObject*>(_PyType_Lookup(type, kOriginal));
+  auto* original = reinterpret_cast<PyTypeObject*>(_PyType_Lookup(type, kOriginal));
+  if (original == nullptr) original = type;  // the model was uninstalled as the call began
   const auto found = py::reinterpret_borrow<py::object>(_PyType_Lookup(original, kCall));
   if (!PyType_HasFeature(Py_TYPE(found.ptr()), Py_TPFLAGS_METHOD_DESCRIPTOR)) {
     const descrgetfunc bind = Py_TYPE(found.ptr())->tp_descr_get;

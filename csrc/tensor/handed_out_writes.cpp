@@ -1,5 +1,6 @@
 // HandedOut: what was written on a handed-out tensor, and how it gets to the master.
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/where.h>

@@ -98,6 +98,8 @@ class DeviceCopy:
             self.before = self._as_master(weight, master)
         with torch.inference_mode(False), torch.no_grad(), unseen_by_modes():
             self.data: torch.Tensor = self.destination.convert(values_of(master.detach()))
+            if is_coded(master):
+                self.data = self.data.data  # decoded values are a view, and its base would count as a holder
             if storage_address(self.data) == storage_address(master):
                 self.data = self.data.clone()  # another thread has made a coded master plain
         #: The streams that use the bytes. The first one has copied them. Empty on the CPU.

@@ -20,7 +20,7 @@ from dynswap_ext.checkpoint import init_empty
 from dynswap_ext.checkpoint.formats import open_checkpoint
 from dynswap_ext.checkpoint.formats.common import content_of
 from dynswap_ext.checkpoint.options import check_dtype
-from dynswap_ext.checkpoint.reader import Entry
+from dynswap_ext.checkpoint.reader import LOSSLESS, Entry
 from dynswap_ext.checkpoint.summary import tie_identity
 from dynswap_ext.checkpoint.weight_units import library_config, units_of
 from dynswap_ext.errors import ConfigError, SourceError
@@ -220,7 +220,8 @@ def outline_of_checkpoint(
     for name, entry in checkpoint.entries.items():
         if torch.Size(entry.shape).numel():
             once.setdefault(tie_identity(name, entry), (name, entry))
-    entries = dict(once.values())
+    # In a file, small weights that are not coded come before all coded ones, whatever the order of use.
+    entries = dict(sorted(once.values(), key=lambda named: named[1].encoding != LOSSLESS))
     if not entries:
         raise SourceError(
             f"{path} has no tensors, so there is nothing to plan for; name the file with the weights"
@@ -293,11 +294,12 @@ def _natural(name: str) -> tuple[tuple[int, str], ...]:
 def _sorted_as_text(entries: Mapping[str, Entry]) -> bool:
     """Return whether the entries of each dtype are sorted by name as text, in each file.
 
-    Each dtype is compared alone, because safetensors sorts by the width of the dtype first.
+    Each dtype is compared alone, because safetensors sorts by the width of the dtype first. So are coded
+    tensors, which come after others in a file.
     """
     parts: dict[object, list[str]] = {}
     for name, entry in entries.items():
-        parts.setdefault((entry.file, entry.dtype), []).append(name)
+        parts.setdefault((entry.file, entry.dtype, entry.encoding), []).append(name)
     return all(part == sorted(part) for part in parts.values())
 
 

@@ -21,8 +21,9 @@ from dynswap_ext._util.needed_at_once import units_of_modules
 from dynswap_ext._util.own_masters import own_masters
 from dynswap_ext._util.places import mapping_of, stored_bytes
 from dynswap_ext.checkpoint.options import check_dtype
-from dynswap_ext.checkpoint.reader import Entry
+from dynswap_ext.checkpoint.reader import LOSSLESS, Entry
 from dynswap_ext.checkpoint.weight_units import StoredWeight, slice_of, whole_of
+from dynswap_ext.lossless.tensor import LosslessTensor
 
 #: What a pass does with a weight. It multiplies each row by it (matrix), or a single row, such as that of a
 #: time step (once); scales each row by it (norm); adds it (vector); or looks a few rows of it up (lookup).
@@ -58,13 +59,16 @@ class PlannedWeight:
     seconds: float = 0.0
     #: Whether a call needs all weights of this unit at the same time.
     at_once: bool = False
-    #: If copies read the weight from a file: the file's path, the offset in bytes, and whether it is cast.
+    #: If copies read the weight from a file: the file's path, the offset in bytes, and whether it is cast or
+    #: decoded.
     place: tuple[str, int, bool] | None = None
     #: For an expert, the part of its layer's experts that a pass uses, in no fixed order; 0 for other
     #: weights.
     by_use: float = 0.0
     #: Units of other modules that share the weight, and need it at the same time as all of their own weights.
     also_in: tuple[int, ...] = ()
+    #: Whether the master is coded without loss, so that a copy moves fewer bytes than it has values.
+    coded: bool = False
 
 
 @dataclass(frozen=True)
@@ -197,9 +201,9 @@ def planned(
     by_use: float = 0.0,
 ) -> PlannedWeight:
     """Return a stored weight for planning: its bytes on the device, cast to `dtype`, and in a copy."""
-    stored, nbytes = weight.entry.dtype, weight.nbytes
-    # Encoded weights are copied as they are stored, and decoded by the operation that uses them.
-    cast = dtype not in (None, stored) and stored.is_floating_point and not weight.entry.encoding
+    stored, nbytes = weight.entry.dtype, weight.used_bytes
+    # Quantised weights are copied as they are stored, and decoded by the operation that uses them.
+    cast = dtype not in (None, stored) and stored.is_floating_point and weight.entry.is_exact
     if dtype is not None and cast:
         nbytes = weight.elements * dtype.itemsize
     return PlannedWeight(
@@ -212,12 +216,16 @@ def planned(
         at_once=at_once,
         place=weight.place(cast=cast) if disk else None,
         by_use=by_use,
+        coded=weight.entry.encoding == LOSSLESS,
     )
 
 
 def _entry(master: torch.Tensor, stored: torch.dtype | None, mappings: FileMappings | None) -> Entry:
     """Return a master as an entry of a checkpoint, with the file's range if it is mapped from one."""
     shape = tuple(master.shape)
+    if isinstance(master, LosslessTensor) and (coded := master.coded) is not None and master.is_whole():
+        held = _entry(coded, None, mappings)
+        return replace(held, dtype=master.dtype, shape=shape, encoding=LOSSLESS)
     if inner_names(master) is not None:
         return Entry(master.dtype, shape, stored_bytes(master), Path(), None, type(master).__name__)
     dtype = stored if stored is not None and master.is_floating_point() else master.dtype

@@ -214,6 +214,10 @@ class Report:
             notes.append(f"{slower}: {self.reason}")
         if masters := self._masters():
             notes.append(f"masters: {masters}")
+        moved, decoded = self.stats.bytes_moved, self.stats.bytes_decoded
+        if moved != decoded:
+            stand = f"{format_bytes(moved)} moved stand for {format_bytes(decoded)}"
+            notes.append(f"coded: {stand}, {decoded / moved:.2f} x")
         if self.host is not None and self.host.weights:
             notes.append(f"host RAM: {self.host}")
         if self.shared_out is not None:

@@ -44,6 +44,9 @@ class Stats:
     #: Bytes of masters that all copies have read. The disk may have read less (the page cache had some) or
     #: more (the system reads ahead).
     bytes_moved: int
+    #: Bytes of the values that `bytes_moved` stands for: more than these if masters are coded without loss,
+    #: else as many.
+    bytes_decoded: int
     #: Time that the calling threads were blocked on copies. On an accelerator, streams wait for copies,
     #: and threads hardly ever do: `Handle.record` measures the waits of streams.
     stall_ns: int

@@ -35,8 +35,9 @@ TEST(chunks_cover_each_piece_once_and_in_order) {
       const bool cast = random.chance(0.5);
       const std::uint64_t count = random.chance(0.5) ? random.below(1000) : random.below(5u << 20);
       pieces.push_back(
-          piece(count, Scalar::f32, cast ? Scalar::f16 : Scalar::f32, base + random.below(1000)));
+          piece(count + 10, Scalar::f32, cast ? Scalar::f16 : Scalar::f32, base + random.below(1000)));
       pieces.back().first = random.below(10);
+      pieces.back().count = count;
     }
     std::vector<Piece> rest = pieces;
     std::size_t next = 0;

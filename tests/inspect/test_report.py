@@ -15,6 +15,7 @@ from torch import nn
 import dynswap_ext
 from conftest import Provider
 from dynswap_ext import checkpoint
+from dynswap_ext._util.memory import format_bytes
 from dynswap_ext.profile.recording import CAUSES
 from dynswap_ext.profile.report import Report
 from sample_models import mlp
@@ -227,3 +228,26 @@ def test_masters_that_were_trained_are_no_longer_the_files(provider: Provider, t
             parameter.add_(1)
     model(provider.randn(2, 128, dtype=torch.float32))
     assert {row.source for row in handle.report().rows} == {"RAM"}
+
+
+def test_coded_masters_move_fewer_bytes_than_they_stand_for(provider: Provider, tmp_path: Path) -> None:
+    def make() -> nn.Module:
+        return nn.Sequential(*[nn.Linear(256, 256, bias=False) for _ in range(4)]).bfloat16()
+
+    paths = {name: tmp_path / f"{name}.safetensors" for name in ("plain", "coded")}
+    checkpoint.save(make(), paths["plain"])
+    checkpoint.convert(paths["plain"], paths["coded"], lossless=True)
+    found = {}
+    for name, path in paths.items():
+        model = checkpoint.load(make, path)
+        handle = provider.install(model, dtype=torch.float32, budget="256KiB")
+        model(provider.randn(2, 256, dtype=torch.float32))
+        stats, text = handle.stats(), handle.report().text(width=200)
+        moved, decoded = format_bytes(stats.bytes_moved), format_bytes(stats.bytes_decoded)
+        if name == "plain":
+            assert stats.bytes_moved == stats.bytes_decoded > 0 and "coded:" not in text
+        elif stats.bytes_moved:  # pure Python decodes masters in RAM where they are, and counts no copies
+            assert 1.35 < stats.bytes_decoded / stats.bytes_moved < 1.45
+            assert f"coded: {moved} moved stand for {decoded}, 1.4" in text
+        found[name] = stats.bytes_decoded
+    assert found["coded"] in ((found["plain"],) if provider.native else (found["plain"], 0))

@@ -15,7 +15,9 @@ from safetensors.torch import save_file
 
 from conftest import skip_or_fail
 from dynswap_ext import _provider, cli, planning
+from dynswap_ext._util.memory import format_bytes
 from dynswap_ext._util.units import parse_bandwidth, parse_seconds, parse_throughput, show_rate
+from dynswap_ext.checkpoint import convert, summary
 from dynswap_ext.errors import ConfigError
 
 
@@ -50,6 +52,17 @@ def test_the_table(path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: 
     assert "smallest" in printed and "all" in printed and "…" not in printed
     assert "2 MiB: " in printed and "2.5 MiB: " in printed and "copies" in printed
     assert all(len(line) <= 100 for line in printed.splitlines())
+
+
+def test_coded_masters_are_said_to_move_fewer_bytes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_file({f"{i}.weight": torch.randn(256, 256).bfloat16() for i in range(4)}, tmp_path / "w.safetensors")
+    convert(tmp_path / "w.safetensors", tmp_path / "coded.safetensors", lossless=True)
+    stored = format_bytes(summary(tmp_path / "coded.safetensors").total_bytes)
+    for options, why in (([], "coded"), (["--dtype", "fp32"], "coded and of another dtype")):
+        assert cli.main(["plan", str(tmp_path / "coded.safetensors"), *options]) == 0
+        assert f"{stored} moved, as the masters are {why}\n" in capsys.readouterr().out
 
 
 def test_what_is_assumed_is_said(path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -74,6 +74,17 @@ def test_masters_of_a_file_stream_from_it(tmp_path: Path) -> None:
     assert sum(w.nbytes for w in found.weights) * 2 == sum(w.moved_bytes for w in found.weights)
 
 
+def test_coded_masters_of_a_file_stream_from_it(tmp_path: Path) -> None:
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256)).bfloat16()
+
+    checkpoint.save(make(), tmp_path / "coded.safetensors", lossless=True)
+    model = checkpoint.load(make, tmp_path / "coded.safetensors")
+    found = planning.measure(model, torch.randn(2, 256).bfloat16(), device="cpu", passes=1)
+    assert "coded.safetensors" in found.bandwidth_kind
+    assert sum(w.moved_bytes for w in found.weights) < 0.8 * sum(w.nbytes for w in found.weights)
+
+
 @pytest.mark.parametrize(
     "make",
     [lambda x: x, lambda x: (x,), lambda x: [x], lambda x: {"x": x, "scale": 2.0}],

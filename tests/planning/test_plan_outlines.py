@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from dynswap_ext import planning
+from dynswap_ext import checkpoint, planning
 from dynswap_ext.errors import SourceError
 
 
@@ -104,6 +104,32 @@ def test_dtype_is_the_devices_and_the_bus_carries_the_smaller(tmp_path: Path) ->
     assert sizes(torch.bfloat16, disk=False) == {"a.weight": (32, 32), "b": (32, 32)}
     assert sizes(torch.bfloat16, disk=True) == {"a.weight": (32, 64), "b": (32, 32)}
     assert sizes(torch.float64, disk=False) == {"a.weight": (128, 64), "b": (32, 32)}
+
+
+def test_coded_weights_move_as_they_are_stored(tmp_path: Path) -> None:
+    def make() -> nn.Module:
+        return nn.Sequential(*[nn.Linear(96 + 8 * i, 96 + 8 * (i + 1)) for i in range(12)]).bfloat16()
+
+    path = checkpoint.save(make(), tmp_path / "coded.safetensors", lossless=True)
+    entries = checkpoint.summary(path).entries
+    model = checkpoint.load(make, path)
+    for found in (
+        planning.outline(path, dtype=torch.float32, disk=True),
+        planning.outline_of_model(model, dtype=torch.float32, disk=True),
+    ):
+        weights = {weight.name: weight for weight in found.weights}
+        assert {name: weight.nbytes for name, weight in weights.items()} == {
+            name: 2 * parameter.nbytes for name, parameter in model.named_parameters()
+        }
+        assert {name: weight.moved_bytes for name, weight in weights.items()} == {
+            name: entry.nbytes for name, entry in entries.items()
+        }
+        assert {name: weight.place for name, weight in weights.items()} == {
+            name: (str(path), entry.offset, True) for name, entry in entries.items()
+        }
+        assert {name for name in weights if weights[name].coded} == {f"{i}.weight" for i in range(12)}
+        matrices = [name for name in weights if name.endswith("weight")]
+        assert matrices == [f"{i}.weight" for i in range(12)]  # whatever their sizes in the file
 
 
 def test_blocks_of_gguf_stream_as_they_are(tmp_path: Path) -> None:
