@@ -173,7 +173,7 @@ from dynswap_ext.lossless.tensor import LosslessTensor
 
 def made():
     torch.manual_seed(0)
-    layers = [nn.Linear(192, 192) for _ in range(8)]
+    layers = [nn.Linear(512, 512) for _ in range(8)]
     return nn.Sequential(*layers).requires_grad_(False).bfloat16()
 
 def moved_by(handle, call):
@@ -201,7 +201,7 @@ if rank == 0:
 dist.barrier()
 model = checkpoint.load(made, path).requires_grad_(False)
 assert isinstance(model[0].weight, LosslessTensor)
-x = torch.randn(3, 192, dtype=dtype or torch.bfloat16, device=device)
+x = torch.randn(3, 512, dtype=dtype or torch.bfloat16, device=device)
 plain = made().to(device, dtype)
 options = dict(device=device, dtype=dtype, budget="minimum")
 with dynswap_ext.install(model, **options) as handle:
@@ -216,7 +216,7 @@ assert all(p.coded is not None for n, p in model.named_parameters() if "weight" 
     )
     told = forked_ranks.run(code, 2, tmp_path, tmp_path, dtype, device_type=native.device.type)
     for rank in told:
-        assert rank["shares"][-1] <= 0.6, rank
+        assert rank["shares"][-1] <= 0.53, rank
     assert sum(rank["shares"][-1] for rank in told) >= 0.99
 
 
@@ -229,7 +229,7 @@ from dynswap_ext import share_masters
 sys.path.insert(0, arguments[1])
 from coded_masters import code_masters
 model, plain = code_masters(made()), made()
-x = torch.randn(3, 192).bfloat16()
+x = torch.randn(3, 512).bfloat16()
 summary = share_masters(model)
 testing.assert_bit_equal(model(x), plain(x))
 with dynswap_ext.install(model, device="cpu", dtype=torch.float32, budget="minimum"):
