@@ -153,6 +153,11 @@ class LosslessTensor(torch.Tensor):
             )
         return _alias(Content(coded.contiguous(), None, dtype, count, origin), stand_in)
 
+    def __init__(
+        self, coded: torch.Tensor, dtype: torch.dtype, shape: Sequence[int], origin: str = ""
+    ) -> None:
+        pass  # `__new__` has made it
+
     @property
     def coded(self) -> torch.Tensor | None:
         """The coded bytes, which aliases share; None once the tensor is plain."""
