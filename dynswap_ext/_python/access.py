@@ -265,7 +265,8 @@ class Access(HeldCopies):
             raise OutOfMemoryError(
                 f"no device memory for {self._name(weight)}, {exact_bytes(size)}: {error}"
             ) from error
-        read = memory_of(master).nbytes if is_coded(master) else master.nbytes
+        coded = isinstance(master, LosslessTensor) and is_coded(master)
+        read = memory_of(master).nbytes if coded else master.nbytes
         self._count_copy(weight.counts, begin, time.monotonic_ns(), read, master.nbytes)
         self._counters["peak_bytes"] = max(self._counters["peak_bytes"], self._bytes())
         return copy
@@ -325,7 +326,7 @@ def is_plain(master: torch.Tensor) -> bool:
     """Return whether a master's bytes can be copied and compared. Others are converted at each access."""
     return (
         type(master) in _PLAIN
-        and (not is_coded(master) or is_range(master))
+        and (not isinstance(master, LosslessTensor) or not is_coded(master) or is_range(master))
         and master.is_cpu
         and master.numel() > 0
         and master.layout is torch.strided

@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
 from dynswap_ext._python.coded_masters import is_range
+from dynswap_ext.lossless.tensor import LosslessTensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,7 @@ class Destination:
         ):
             return True
         there = master.device == self.device and master.dtype == self.dtype_for(master)
-        return there and not is_range(master)
+        return there and not (isinstance(master, LosslessTensor) and is_range(master))
 
     def bytes_for(self, master: torch.Tensor) -> int:
         return master.numel() * self.dtype_for(master).itemsize

@@ -26,6 +26,7 @@ from dynswap_ext._python.storage_owners import storage_address
 from dynswap_ext._swap.changed_elements import changed_elements, with_changes
 from dynswap_ext._util.modes import unseen_by_modes
 from dynswap_ext._util.untraced import untraced
+from dynswap_ext.lossless.tensor import LosslessTensor
 
 #: The sequence number that torch gives AccumulateGrad.
 _AT_ONCE: Final = 2**64 - 1
@@ -84,7 +85,11 @@ class DeviceCopy:
         self._noted = weight.noted
         master = weight.master
         check_mapped(master)
-        self._storage, begin = place_of(master)
+        coded = isinstance(master, LosslessTensor) and is_coded(master)  # no call for any other master
+        if isinstance(master, LosslessTensor):
+            self._storage, begin = place_of(master)
+        else:
+            self._storage, begin = master.untyped_storage()._cdata, master.data_ptr()
         self._range = begin, begin + span(master)
         neighbours = self.neighbours()
         for other in neighbours:
@@ -94,11 +99,13 @@ class DeviceCopy:
         #: written here. Kept only where versions do not tell who has written: if other tensors share the
         #: master's memory, or if an alias was made by `.data`; and if the master is coded.
         self.before: torch.Tensor | None = None
-        if neighbours or is_coded(master) or master.untyped_storage().nbytes() != master.nbytes:
+        if neighbours or coded or master.untyped_storage().nbytes() != master.nbytes:
             self.before = self._as_master(weight, master)
         with torch.inference_mode(False), torch.no_grad(), unseen_by_modes():
-            self.data: torch.Tensor = self.destination.convert(values_of(master.detach()))
-            if is_coded(master):
+            self.data: torch.Tensor = self.destination.convert(
+                values_of(master.detach()) if coded else master.detach()
+            )
+            if coded:
                 self.data = self.data.data  # decoded values are a view, and its base would count as a holder
             if storage_address(self.data) == storage_address(master):
                 self.data = self.data.clone()  # another thread has made a coded master plain

@@ -30,6 +30,7 @@ from dynswap_ext._swap.protocol import Hooks
 from dynswap_ext._swap.state import name_in, named_modules_of
 from dynswap_ext._util.file_mappings import FileMappings
 from dynswap_ext._util.own_masters import own_masters
+from dynswap_ext.lossless.tensor import LosslessTensor
 
 
 class _Exclusive:
@@ -270,7 +271,7 @@ def _source_of(master: torch.Tensor, files: FileMappings) -> str:
     """Return where a master's bytes are, in the words of `GroupFigures.source`."""
     if master.device.type != "cpu":
         return "device"
-    memory = memory_of(master)
+    memory = memory_of(master) if isinstance(master, LosslessTensor) else master
     if files.overlapping(memory.data_ptr(), max(memory.nbytes, 1)):
         return "file"
     return "pinned RAM" if torch.accelerator.is_available() and memory.is_pinned() else "RAM"
