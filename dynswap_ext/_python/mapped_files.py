@@ -70,7 +70,8 @@ def what_is_missing(files: Iterable[Mapping], address: int, size: int) -> str:
 
 def check_mapped(master: torch.Tensor) -> None:
     """Raise SourceError if a master is mapped from a file that ends before the master does."""
-    for part in parts_of(master):
+    plain = type(master) in (torch.Tensor, torch.nn.Parameter)
+    for part in (master,) if plain else parts_of(master):
         files = mapped_files(part)
         if files and part.numel() and (problem := what_is_missing(files, part.data_ptr(), span(part))):
             raise SourceError(problem)
