@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 from dynswap_ext._python import saved_hooks
 from dynswap_ext._python.attribute import ModuleState
 from dynswap_ext._python.calls import inside_call, keep
-from dynswap_ext._python.coded_masters import is_coded, is_range, memory_of
+from dynswap_ext._python.coded_masters import is_range, memory_of
 from dynswap_ext._python.destination import Destination
 from dynswap_ext._python.device_copy import DeviceCopy, Weight
 from dynswap_ext._python.held_copies import HeldCopies, drop, exclusive, held
@@ -265,8 +265,7 @@ class Access(HeldCopies):
             raise OutOfMemoryError(
                 f"no device memory for {self._name(weight)}, {exact_bytes(size)}: {error}"
             ) from error
-        coded = isinstance(master, LosslessTensor) and is_coded(master)
-        read = memory_of(master).nbytes if coded else master.nbytes
+        read = memory_of(master).nbytes if type(master) is LosslessTensor else master.nbytes
         self._count_copy(weight.counts, begin, time.monotonic_ns(), read, master.nbytes)
         self._counters["peak_bytes"] = max(self._counters["peak_bytes"], self._bytes())
         return copy
@@ -326,7 +325,7 @@ def is_plain(master: torch.Tensor) -> bool:
     """Return whether a master's bytes can be copied and compared. Others are converted at each access."""
     return (
         type(master) in _PLAIN
-        and (not isinstance(master, LosslessTensor) or not is_coded(master) or is_range(master))
+        and (type(master) is not LosslessTensor or master.coded is None or is_range(master))
         and master.is_cpu
         and master.numel() > 0
         and master.layout is torch.strided

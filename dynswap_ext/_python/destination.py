@@ -42,7 +42,7 @@ class Destination:
         ):
             return True
         there = master.device == self.device and master.dtype == self.dtype_for(master)
-        return there and not (isinstance(master, LosslessTensor) and is_range(master))
+        return there and not (type(master) is LosslessTensor and is_range(master))
 
     def bytes_for(self, master: torch.Tensor) -> int:
         return master.numel() * self.dtype_for(master).itemsize

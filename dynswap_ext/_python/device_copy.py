@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from dynswap_ext._python.autograd import alias, fetch, is_fetched
-from dynswap_ext._python.coded_masters import is_coded, place_of, values_of
+from dynswap_ext._python.coded_masters import place_of, values_of
 from dynswap_ext._python.destination import Destination, lies_as_copy
 from dynswap_ext._python.mapped_files import check_mapped, span
 from dynswap_ext._python.master_state import MasterState, NotedWrites
@@ -85,11 +85,11 @@ class DeviceCopy:
         self._noted = weight.noted
         master = weight.master
         check_mapped(master)
-        coded = isinstance(master, LosslessTensor) and is_coded(master)  # no call for any other master
-        if isinstance(master, LosslessTensor):
-            self._storage, begin = place_of(master)
+        lossless = master if type(master) is LosslessTensor else None
+        if lossless is None:
+            self._storage, begin = storage_address(master), master.data_ptr()
         else:
-            self._storage, begin = master.untyped_storage()._cdata, master.data_ptr()
+            self._storage, begin = place_of(lossless)
         self._range = begin, begin + span(master)
         neighbours = self.neighbours()
         for other in neighbours:
@@ -99,15 +99,15 @@ class DeviceCopy:
         #: written here. Kept only where versions do not tell who has written: if other tensors share the
         #: master's memory, or if an alias was made by `.data`; and if the master is coded.
         self.before: torch.Tensor | None = None
+        coded = lossless is not None and lossless.coded is not None
         if neighbours or coded or master.untyped_storage().nbytes() != master.nbytes:
             self.before = self._as_master(weight, master)
         with torch.inference_mode(False), torch.no_grad(), unseen_by_modes():
-            self.data: torch.Tensor = self.destination.convert(
-                values_of(master.detach()) if coded else master.detach()
-            )
-            if coded:
-                self.data = self.data.data  # decoded values are a view, and its base would count as a holder
-            if storage_address(self.data) == storage_address(master):
+            shown = master.detach()
+            if lossless is not None:
+                shown = values_of(shown).data  # a view's base would count as a holder
+            self.data: torch.Tensor = self.destination.convert(shown)
+            if lossless is not None and storage_address(self.data) == storage_address(master):
                 self.data = self.data.clone()  # another thread has made a coded master plain
         #: The streams that use the bytes. The first one has copied them. Empty on the CPU.
         self.streams = [] if self.data.is_cpu else [torch.accelerator.current_stream(self.data.device)]

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import torch
 
-from dynswap_ext._python.coded_masters import is_coded, memory_of, place_of
+from dynswap_ext._python.coded_masters import memory_of, place_of
 from dynswap_ext._python.mapped_files import mapped_files, span, what_is_missing
 from dynswap_ext.lossless.tensor import LosslessTensor
 
@@ -29,7 +29,7 @@ def is_sampled(master: torch.Tensor) -> bool:
 
     Of a master with gaps between its elements, all elements are compared, with a copy of them.
     """
-    if isinstance(master, LosslessTensor) and is_coded(master):
+    if type(master) is LosslessTensor and master.coded is not None:
         return False
     return master.device.type == "cpu" and master.nbytes > _COMPARED and span(master) == master.nbytes
 
@@ -50,10 +50,9 @@ class MasterState:
         self._identity = _identity(master)
         #: Whether the master counts the writes to it: an inference tensor does not.
         self.has_version = self._identity[0] is not None
-        #: The master's memory if it is coded, since it is dropped when the master becomes plain.
-        lossless = isinstance(master, LosslessTensor)  # no call for any other master
-        memory = memory_of(master) if lossless else master
-        self._coded = memory if lossless and is_coded(master) else None
+        memory = memory_of(master) if type(master) is LosslessTensor else master
+        #: Coded bytes are kept, since they are dropped when the master becomes plain.
+        self._coded = None if memory.dtype == master.dtype else memory
         self._noted = noted if is_sampled(master) else None
         self._count = noted.count
         self._files = mapped_files(memory)
@@ -94,8 +93,8 @@ def _identity(master: torch.Tensor) -> tuple[Any, ...]:
     The version of an inference tensor is None. The result is empty if the master has no memory.
     """
     try:
-        if isinstance(master, LosslessTensor):
-            where: tuple[Any, ...] = is_coded(master), *place_of(master)
+        if type(master) is LosslessTensor:
+            where: tuple[Any, ...] = master.coded is not None, *place_of(master)
         else:
             where = False, master.untyped_storage()._cdata, master.data_ptr()
     except RuntimeError:  # the master was swapped with a tensor that has no memory

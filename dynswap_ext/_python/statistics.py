@@ -127,8 +127,9 @@ class Statistics:
     def _count_copy(self, counts: Counts, begin: int, end: int, nbytes: int, decoded: int) -> None:
         """Count a copy of a weight, and its time as a stall. Times are those of ``time.monotonic_ns``."""
         took = end - begin
-        sizes = {"bytes_moved": nbytes, "bytes_decoded": decoded}
-        self._counters.update({"stall_ns": took, "misses": 1, "copies": 1, **sizes})
+        sizes = ("bytes_moved", nbytes), ("bytes_decoded", decoded)
+        for name, more in (("stall_ns", took), ("misses", 1), ("copies", 1), *sizes):
+            self._counters[name] += more
         for name, more in (("copies", 1), ("bytes_moved", nbytes), ("copy_ns", took)):
             counts.counters[name] += more
         if not counts.copied_before:
