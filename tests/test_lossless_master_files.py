@@ -52,6 +52,19 @@ def refused(call, *words):
         return
     raise AssertionError("no error")
 
+def write(block, at, new):
+    # Writes over bytes of a coded tensor in its file, from a block's begin on; None: from that of the index.
+    def change(path):
+        with safe_open(path, "pt") as file:
+            coded = bytes(file.get_tensor("3.weight").numpy())
+        content = bytearray(path.read_bytes())
+        begin = content.find(coded) + at
+        if block is not None:
+            begin += int.from_bytes(coded[8 * block : 8 * block + 8], "little")
+        content[begin : begin + len(new)] = new
+        path.write_bytes(content)
+    return change
+
 def cut(left):
     os.truncate(path, int(path.stat().st_size * left))
 """
@@ -75,17 +88,8 @@ def test_a_damaged_block(native: Provider, tmp_path: Path) -> None:
         native,
         tmp_path,
         """
-        def damage(path):
-            with safe_open(path, "pt") as file:
-                bytes_ = bytes(file.get_tensor("3.weight").numpy())
-            content = bytearray(path.read_bytes())
-            begin = content.find(bytes_)
-            second = int.from_bytes(bytes_[8:16], "little")
-            content[begin + second] = 9  # a kind of block that there is not
-            path.write_bytes(content)
-
         for dtype, budget in itertools.product((None, torch.float32), ("minimum", "1GiB")):
-            model = loaded(damage)
+            model = loaded(write(block=1, at=0, new=bytes([9])))  # a kind of block that there is not
             handle = dynswap_ext.install(model, dtype=dtype, budget=budget, **options)
             if device.type == "cpu":  # a device decodes what it is sent, and does not look first
                 for _ in range(2):
@@ -102,15 +106,7 @@ def test_an_index_that_is_damaged_before_the_install(native: Provider, tmp_path:
         native,
         tmp_path,
         """
-        def damage(path):
-            with safe_open(path, "pt") as file:
-                bytes_ = bytes(file.get_tensor("3.weight").numpy())
-            content = bytearray(path.read_bytes())
-            begin = content.find(bytes_)
-            content[begin + 8 : begin + 16] = (1 << 60).to_bytes(8, "little")
-            path.write_bytes(content)
-
-        model = loaded(damage)
+        model = loaded(write(block=None, at=8, new=(1 << 60).to_bytes(8, "little")))
         refused(lambda: dynswap_ext.install(model, **options), "3.weight")
         assert type(model[0]) is nn.Linear and not hasattr(model[0], "_dynswap")
         """,

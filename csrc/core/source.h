@@ -50,6 +50,12 @@ struct Coding {
   std::uint64_t weights = 0;          ///< of the whole tensor
 };
 
+/// Blocks of a coding: their number in it, and how many they are.
+struct BlockRange {
+  std::uint64_t first = 0;
+  std::uint64_t count = 0;
+};
+
 /// Bytes of a source, from its first.
 struct StoredRange {
   std::uint64_t begin = 0;
@@ -87,13 +93,17 @@ struct Source {
   /// Invariant: empty, or the elements of these, in order, are this source's; none of them has parts.
   std::vector<std::shared_ptr<const Source>> parts;
 
+  /// The blocks that have elements [first, first + number), of which there are some. Only of a coded one.
+  BlockRange blocks(std::uint64_t first, std::uint64_t number) const noexcept {
+    const std::uint64_t begin = (coded_first + first) / coding->block_weights;
+    return {begin, (coded_first + first + number - 1) / coding->block_weights + 1 - begin};
+  }
   /// Where the bytes of elements [first, first + number) lie. Of coded ones, these are whole blocks.
   StoredRange stored_range(std::uint64_t first, std::uint64_t number) const noexcept {
     if (!coding) return {first * scalar_size(stored), (first + number) * scalar_size(stored)};
     if (number == 0) return {};
-    const std::uint64_t block = coding->block_weights;
-    return {coding->blocks[(coded_first + first) / block],
-            coding->blocks[(coded_first + first + number - 1) / block + 1]};
+    const auto [begin, blocks_in_all] = blocks(first, number);
+    return {coding->blocks[begin], coding->blocks[begin + blocks_in_all]};
   }
   std::uint64_t stored_bytes() const noexcept { return stored_range(0, count).bytes(); }
   /// Bytes from `address` (or `offset`) to behind the last that are its own. Coded ones do not begin there:

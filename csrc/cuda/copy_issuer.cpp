@@ -214,14 +214,12 @@ void CudaCopyIssuer::enqueue_decode(const Landing& landing) {
   const Source& source = *piece.source;
   const Coding& coding = *source.coding;
   const std::uint64_t before = source.stored_range(piece.first, piece.count).begin;
-  const std::uint64_t first_block = (source.coded_first + piece.first) / coding.block_weights;
+  const std::uint64_t first_block = source.blocks(piece.first, piece.count).first;
   for (std::uint64_t done = 0; done < piece.count;) {
-    const std::uint64_t first = source.coded_first + piece.first + done;
-    const std::uint64_t block = first / coding.block_weights;
     const std::size_t room = scratch_bytes_ - scratch_bytes_ / kLeastBlock - kIndexAlignment;
     const std::uint64_t count =
         std::min(piece.count - done, source.elements_within(piece.first + done, room));
-    const std::uint64_t blocks = (first + count - 1) / coding.block_weights - block + 1;
+    const auto [block, blocks] = source.blocks(piece.first + done, count);
     const StoredRange range = source.stored_range(piece.first + done, count);
     const std::size_t index_bytes = (blocks + 1) * sizeof(std::uint64_t);
     std::byte* const coded = scratch_.get() + align_up(index_bytes, kIndexAlignment);
@@ -230,10 +228,11 @@ void CudaCopyIssuer::enqueue_decode(const Landing& landing) {
     batch.add(coded, landing.from + (range.begin - before), range.bytes());
     enqueue(batch);
     const std::uint64_t begin = block * coding.block_weights;
+    const std::uint64_t first = source.coded_first + piece.first + done - begin;
     const CodedBlocks coded_blocks{coded, reinterpret_cast<const std::uint64_t*>(scratch_.get()), blocks,
                                    std::min(coding.weights - begin, blocks * coding.block_weights)};
     const cudaError_t error = launch_decode(piece.dst + done * scalar_size(source.wanted), source.wanted,
-                                            coded_blocks, source.stored, first - begin, count, handle());
+                                            coded_blocks, source.stored, first, count, handle());
     if (error != cudaSuccess)
       throw_cuda_error(error, "cudaLaunchKernel",
                        "the decoding of " + std::to_string(count) + " elements of '" + source.name + "'");

@@ -34,31 +34,24 @@ std::size_t place(std::optional<std::uint64_t> begin, std::size_t used) noexcept
   return used + (*begin % kSector + kSector - used % kSector) % kSector;
 }
 
-/// A coded piece's blocks in the tensor's index.
-struct Blocks {
-  explicit Blocks(const Piece& piece)
-      : first((piece.source->coded_first + piece.first) / piece.source->coding->block_weights),
-        count((piece.source->coded_first + piece.first + piece.count - 1) /
-                  piece.source->coding->block_weights -
-              first + 1) {}
-
-  std::size_t begin() const noexcept { return first * sizeof(std::uint64_t); }
-  std::size_t bytes() const noexcept { return (count + 1) * sizeof(std::uint64_t); }
-
-  std::size_t first;
-  std::size_t count;
-};
+/// The part of the index that has a coded piece's blocks, and where the last one ends: bytes from its own
+/// begin.
+StoredRange range_of_index(const Piece& piece) {
+  const BlockRange blocks = piece.source->blocks(piece.first, piece.count);
+  constexpr std::size_t kEntry = sizeof(std::uint64_t);
+  return {blocks.first * kEntry, (blocks.first + blocks.count + 1) * kEntry};
+}
 
 /// The part of the index, for a reader to copy.
 Piece index_of(const Piece& piece) {
   const std::shared_ptr<const Coding>& coding = piece.source->coding;
-  const Blocks blocks(piece);
   auto index = std::make_shared<Source>();
   index->name = piece.source->name;
   index->count = coding->blocks.size() * sizeof(std::uint64_t);
   index->address = reinterpret_cast<const std::byte*>(coding->blocks.data());
   index->owner = coding;
-  return {index, blocks.begin(), blocks.bytes(), nullptr};
+  const StoredRange range = range_of_index(piece);
+  return {index, range.begin, range.bytes(), nullptr};
 }
 
 /// Where the device reads bytes of a pinned source.
@@ -240,8 +233,7 @@ std::vector<CopyBatch> plan_copies(const CopyRequest& request, DeviceAbilities d
       landing.from = in_reach(source, source.stored_range(piece.first, piece.count));
       landing.convert = path == CopyPath::convert_after;
       if (!source.coding) continue;
-      const Blocks blocks(piece);  // the index is at the beginning of what is coded
-      landing.index = in_reach(source, {blocks.begin(), blocks.begin() + blocks.bytes()});
+      landing.index = in_reach(source, range_of_index(piece));  // the coded tensor begins with it
     }
     batches.push_back(std::move(direct));
     Chunks chunks(ring, reads, device, batches);

@@ -1,6 +1,7 @@
 // Sources whose weights are coded, and their plain twins.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstring>
 #include <fstream>
@@ -67,6 +68,29 @@ inline CodedWeights some_weights(Scalar type, std::size_t count, std::uint64_t s
   }
   all.resize(count * size);
   return {type, std::move(all)};
+}
+
+/// Some function of each element, whatever the types are.
+inline void mix(void* dst, Scalar dst_type, const void* src, Scalar src_type, std::size_t count) {
+  const std::size_t to = scalar_size(dst_type), from = scalar_size(src_type);
+  for (std::size_t i = 0; i < count; ++i) {
+    for (std::size_t k = 0; k < to; ++k) {
+      const std::byte in = static_cast<const std::byte*>(src)[i * from + k % from];
+      static_cast<std::byte*>(dst)[i * to + k] = in ^ static_cast<std::byte>(k);
+    }
+  }
+}
+
+/// Elements [first, first + count) as they have to arrive, cast by `cast` if they are.
+inline Bytes right(const CodedWeights& weights, Scalar wanted, std::uint64_t first, std::uint64_t count,
+                   CastFn cast = mix) {
+  const std::byte* const plain = weights.plain.data() + first * scalar_size(weights.type);
+  Bytes bytes(count * scalar_size(wanted));
+  if (wanted == weights.type)
+    std::copy_n(plain, bytes.size(), bytes.begin());
+  else
+    cast(bytes.data(), wanted, plain, weights.type, count);
+  return bytes;
 }
 
 /// Writes over bytes of a file.

@@ -22,25 +22,6 @@ using namespace dynswap::test;
 constexpr std::size_t kBlock = lossless::kBlockWeights;
 constexpr std::byte kUntouched{0xEE};
 
-/// Some function of each element.
-void mix(void* dst, Scalar dst_type, const void* src, Scalar src_type, std::size_t count) {
-  const std::size_t to = scalar_size(dst_type), from = scalar_size(src_type);
-  for (std::size_t i = 0; i < count; ++i) {
-    for (std::size_t k = 0; k < to; ++k)
-      static_cast<std::byte*>(dst)[i * to + k] = static_cast<const std::byte*>(src)[i * from + k % from];
-  }
-}
-
-Bytes right(const CodedWeights& weights, Scalar wanted, std::uint64_t first, std::uint64_t count) {
-  const std::byte* const plain = weights.plain.data() + first * scalar_size(weights.type);
-  Bytes bytes(count * scalar_size(wanted));
-  if (wanted == weights.type)
-    std::copy_n(plain, bytes.size(), bytes.begin());
-  else
-    mix(bytes.data(), wanted, plain, weights.type, count);
-  return bytes;
-}
-
 /// A ring with small buffers, each with bytes behind it that have to stay.
 struct Ring {
   static constexpr std::size_t kGuard = 4096;

@@ -25,28 +25,6 @@ constexpr std::byte kUntouched{0xEE};
 constexpr std::size_t kGuard = 24;  ///< bytes around what is read
 constexpr std::array kWanted{Scalar::f64, Scalar::f32, Scalar::f16, Scalar::bf16, Scalar::f8_e5m2};
 
-/// Some function of each element, whatever the types are.
-void mix(void* dst, Scalar dst_type, const void* src, Scalar src_type, std::size_t count) {
-  const std::size_t to = scalar_size(dst_type), from = scalar_size(src_type);
-  for (std::size_t i = 0; i < count; ++i) {
-    for (std::size_t k = 0; k < to; ++k) {
-      const std::byte in = static_cast<const std::byte*>(src)[i * from + k % from];
-      static_cast<std::byte*>(dst)[i * to + k] = in ^ static_cast<std::byte>(k);
-    }
-  }
-}
-
-/// What elements [first, first + count) of the tensor become.
-Bytes right(const CodedWeights& weights, Scalar wanted, std::uint64_t first, std::uint64_t count) {
-  const std::byte* const plain = weights.plain.data() + first * scalar_size(weights.type);
-  Bytes bytes(count * scalar_size(wanted));
-  if (wanted != weights.type)
-    mix(bytes.data(), wanted, plain, weights.type, count);
-  else if (count > 0)
-    std::memcpy(bytes.data(), plain, bytes.size());
-  return bytes;
-}
-
 /// Where a part of a source is read to, with bytes around it that have to stay.
 struct Target {
   explicit Target(std::size_t bytes) : all(bytes + 2 * kGuard, kUntouched) {}

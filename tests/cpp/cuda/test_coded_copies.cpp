@@ -24,17 +24,6 @@ constexpr std::size_t kBlock = lossless::kBlockWeights;
 constexpr std::array kFloating{Scalar::f64,  Scalar::f32,       Scalar::f16,
                                Scalar::bf16, Scalar::f8_e4m3fn, Scalar::f8_e5m2};
 
-/// Elements [first, first + count) as they have to be on the device.
-Bytes right(const CodedWeights& weights, Scalar wanted, std::uint64_t first, std::uint64_t count) {
-  const std::byte* const plain = weights.plain.data() + first * scalar_size(weights.type);
-  Bytes bytes(count * scalar_size(wanted));
-  if (wanted == weights.type)
-    std::copy_n(plain, bytes.size(), bytes.begin());
-  else
-    gpu::cast(bytes.data(), wanted, plain, weights.type, count);
-  return bytes;
-}
-
 void expect_arrives(Fixture& fixture, const CodedWeights& weights, const SourcePtr& source,
                     std::uint64_t first, std::uint64_t count) {
   const Consumer consumer;
@@ -45,7 +34,7 @@ void expect_arrives(Fixture& fixture, const CodedWeights& weights, const SourceP
   const EventPtr copied = fixture.backend->copy(std::move(request));
   fixture.backend->wait(consumer.stream(), copied);
   bool same = false;
-  consumer.enqueue([&] { same = device == right(weights, source->wanted, begin, count); });
+  consumer.enqueue([&] { same = device == right(weights, source->wanted, begin, count, gpu::cast); });
   consumer.finish();
   EXPECT(same);
 }
@@ -127,7 +116,7 @@ TEST(cuda_coded_weights_that_are_damaged_do_no_harm) {
   fixture.backend->wait(consumer.stream(), sent);
   bool same = false;
   consumer.enqueue([&] {
-    const Bytes bytes = device.bytes(), expected = right(weights, Scalar::bf16, 0, 5 * kBlock);
+    const Bytes bytes = device.bytes(), expected = right(weights, Scalar::bf16, 0, 5 * kBlock, gpu::cast);
     same = std::equal(expected.begin(), expected.end(), bytes.begin());
   });
   consumer.finish();
@@ -157,7 +146,7 @@ TEST(cuda_coded_weights_beside_plain_ones_at_random) {
       const SourcePtr from = random.chance(0.5) ? fixture.pinned(source) : SourcePtr(source);
       const std::uint64_t first = random.below(each.count()), count = random.between(1, each.count() - first);
       blocks.emplace_back(count * scalar_size(wanted));
-      expected.push_back(right(each, wanted, first, count));
+      expected.push_back(right(each, wanted, first, count, gpu::cast));
       request.steps[random.below(2)].pieces.push_back({from, first, count, blocks.back().data()});
     }
     const Consumer consumer;
