@@ -36,6 +36,8 @@ from ratio_workloads import MOVED, WORKLOADS, Gauge, Work, Workload
 from records import Sample
 
 ROUNDS: Final = 15
+#: How often all is measured again when a figure has risen. The least value counts: other work only adds.
+REPEATS: Final = 2
 WARM_UP: Final = 3
 RATIO, PYTHON, SYSTEM, INSTRUCTIONS, BYTES = (
     "time / reference",
@@ -142,9 +144,10 @@ def unmoved(kind: str, known: Mapping[str, float], noise: float) -> tuple[float,
     return known["low"] * (1 - share), known["high"] * (1 + share)
 
 
-def compare(figures: Figures, baseline: Mapping[str, Any], noise: float) -> tuple[Table, int]:
-    """Return a table of all figures, and how many have moved up."""
-    table, moved = Table("", "figure", "baseline", "at most", "now", "", box=None, padding=(0, 1)), 0
+def compare(figures: Figures, baseline: Mapping[str, Any], noise: float) -> tuple[Table, list[str]]:
+    """Return a table of all figures, and a line on each that has moved up."""
+    table = Table("", "figure", "baseline", "at most", "now", "", box=None, padding=(0, 1))
+    moved: list[str] = []
     others = _other_versions(baseline)
     for kind, values in figures.items():
         for place, (name, value) in enumerate(values.items()):
@@ -154,7 +157,8 @@ def compare(figures: Figures, baseline: Mapping[str, Any], noise: float) -> tupl
             if most is None or (others and kind in (PYTHON, SYSTEM, INSTRUCTIONS)):
                 verdict = Text(f"not compared: {others or 'new'}", style="yellow")
             elif value > most:
-                verdict, moved = Text("MOVED UP", style="bold red"), moved + 1
+                verdict = Text("MOVED UP", style="bold red")
+                moved.append(f"{kind}, {name}: {value:.5g}, at most {most:.5g}")
             elif value < least:
                 verdict = Text("better: renew the baseline", style="green")
             table.add_row(
@@ -191,18 +195,21 @@ def main() -> int:
         runs = [measure(rounds) for _ in range(given.renew)]
         record.figures.update(together(figures for figures, _ in runs), noise=[noise for _, noise in runs])
         return record.finish()
-    figures, noise = measure(rounds)
     baseline = json.loads((RESULTS / "ratios.json").read_text())
-    _, moved = compare({RATIO: figures[RATIO]}, baseline, noise)
-    if moved:  # other work on the machine may have caused it, and may have ended
-        with prepared() as works:
-            again, more_noise = times(works, rounds)
-        noise = max(noise, more_noise)
-        figures[RATIO] = {name: min(value, again[name]) for name, value in figures[RATIO].items()}
+    figures, noise = measure(rounds)
     table, moved = compare(figures, baseline, noise)
+    for _ in range(
+        REPEATS if moved else 0
+    ):  # other work on the machine may have caused it, and may have ended
+        again, more_noise = measure(rounds)
+        noise = max(noise, more_noise)
+        figures = {k: {n: min(v, again[k][n]) for n, v in values.items()} for k, values in figures.items()}
+        table, moved = compare(figures, baseline, noise)
+        if not moved:
+            break
     console.print(table)
-    console.print(f"noise of this run: {noise:.0%}; {moved} figure(s) have moved up")
-    return int(moved > 0 and not given.tiny)
+    console.print(f"noise of this run: {noise:.0%}; {len(moved)} figure(s) have moved up", *moved, sep="\n  ")
+    return int(bool(moved) and not given.tiny)
 
 
 if __name__ == "__main__":

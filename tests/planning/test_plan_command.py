@@ -62,7 +62,10 @@ def test_coded_masters_are_said_to_move_fewer_bytes(
     stored = format_bytes(summary(tmp_path / "coded.safetensors").total_bytes)
     for options, why in (([], "coded"), (["--dtype", "fp32"], "coded and of another dtype")):
         assert cli.main(["plan", str(tmp_path / "coded.safetensors"), *options]) == 0
-        assert f"{stored} moved, as the masters are {why}\n" in capsys.readouterr().out
+        printed = " ".join(
+            capsys.readouterr().out.split()
+        )  # lines are folded where the path's length asks for it
+        assert f"{stored} moved, as the masters are {why} " in printed
 
 
 def test_what_is_assumed_is_said(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
