@@ -49,7 +49,7 @@ from torch import nn
 
 import dynswap_ext
 import steps
-from coded_masters import code_in_place
+from coded_masters import code_in_place, plain_only
 from dynswap_ext import _provider, testing
 from dynswap_ext import config as dynswap_config
 from gpu_under_test import Gpu
@@ -180,6 +180,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if tests not in ("", "quick", "nightly"):
         raise pytest.UsageError(f"DYNSWAP_TESTS is {tests!r}; it can be 'quick', 'nightly', or empty")
     every = tests == "nightly"
+    if CODED:
+        _keep(config, items, _of_native_provider)
+        for item in items:
+            if (why := plain_only(item.name)) is not None:
+                item.add_marker(pytest.mark.skip(reason=why))
     if not every:
         _keep(config, items, lambda item: "nightly" not in item.keywords)
     if tests == "quick":
@@ -241,6 +246,11 @@ def _what_lives_on() -> None:
 def _freeze() -> None:
     gc.collect()
     gc.freeze()
+
+
+def _of_native_provider(item: pytest.Item) -> bool:
+    """Return whether a test is one of the native provider: coded masters are given to no other."""
+    return _names_a_provider(item) and "native" in item.name
 
 
 def _names_a_provider(item: pytest.Item) -> bool:

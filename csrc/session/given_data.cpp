@@ -2,9 +2,9 @@
 #include <torch/csrc/autograd/python_variable.h>
 
 #include "accelerator/plain_torch.h"
+#include "session/python_content.h"
 #include "session/session.h"
 #include "tensor/handed_out.h"
-#include "tensor/master_content.h"
 #include "tensor/written_buffers.h"
 
 namespace dynswap {
@@ -31,7 +31,12 @@ py::object as_handed_out(const at::Tensor& data, const at::Tensor& master) {
   write_back_living(
       c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(data.storage().unsafeGetStorageImpl()));
   if (copy->postponed() || !copy->master_unchanged()) return py::none();
-  return py::cast(copy->content() ? copy->content()->memory() : alias_of(of));
+  const std::shared_ptr<MasterContent> content = copy->content();
+  if (!content) return py::cast(alias_of(of));
+  // Of a LosslessTensor, the data can be another one of the same content, coded or not.
+  if (!master.unsafeGetTensorImpl()->key_set().has(c10::DispatchKey::Python))
+    return py::cast(content->memory());
+  return py::cast(static_cast<PythonContent&>(*content).view(of.sizes(), of.strides(), 0));
 }
 
 }  // namespace

@@ -38,6 +38,7 @@ bool Session::settle(Weight& weight, PyObject* master_object) {
 void Session::note_unplanned(Weight& weight) {
   if (planning_ || abandoned_) return;  // it may be in the plan that is being made; a child makes none
   weight.drop_bytes();
+  if (weight.content) weight.content = weight.content->without_bytes();
   if (weight.unplanned_since == 0) weight.unplanned_since = calls_;
   if (!inside_call_of(*this) || calls_ - weight.unplanned_since >= 2) outdated_ = true;
 }
@@ -269,6 +270,14 @@ void Session::write_back(Weight& weight, DeferredRelease& dropped) {
   const auto written = record->write_back(last_look);
   if (last_look && record->postponed()) record->note_untracked_alias();  // in a capture: look another time
   if (!written) return;
+  if (weight.became_plain() && !closed_) {
+    table_->follow_plain(weight, *record->content());
+    record->follow_plain();
+    if (weight.plan) {
+      weight.plan->engine->replace_source(weight.id, weight.source);
+      to_pin_.push_back(weight.shared_from_this());
+    }
+  }
   // The tensor that was written is the newest there is, so it stays the one to hand out.
   weight.note_version();
   weight.silently_written();  // the write back is no news

@@ -13,6 +13,7 @@
 #include "accelerator/plain_torch.h"
 #include "core/protection.h"
 #include "session/calls.h"
+#include "session/python_content.h"
 #include "session/session.h"
 #include "tensor/handed_out.h"
 #include "tensor/master_memory.h"
@@ -201,7 +202,7 @@ std::unique_ptr<Saved> reference_to(const at::Tensor& tensor) {
 OfMaster of_master(const at::Tensor& tensor) {
   if (is_wrapper(tensor)) return wrapper_of_master(tensor);
   HandedOut* const record = record_of(tensor);
-  if (record == nullptr || record->content()) return {};
+  if (record == nullptr) return {};
   const std::shared_ptr<Weight> weight = weight_of(*record);
   const std::shared_ptr<Session> serving = session_of(*record);
   if (!serving || (record->watched() && !weight->parameter)) return {};
@@ -209,16 +210,23 @@ OfMaster of_master(const at::Tensor& tensor) {
   if (!record->master_unchanged() || record->rounded()) return {};
   const at::Tensor& master = record->master();
   const c10::DimVector strides = strides_of_copy(master);
-  if (tensor.storage_offset() == 0 && tensor.sizes() == master.sizes() && tensor.strides() == strides)
-    return {master, weight.get()};
+  const bool whole =
+      tensor.storage_offset() == 0 && tensor.sizes() == master.sizes() && tensor.strides() == strides;
+  const auto content = std::static_pointer_cast<PythonContent>(record->content());
+  if (whole && !content) return {master, weight.get()};
   // Of a master with gaps, or of a conjugate, a view of the copy is none of the master's memory.
   if (master.strides() != strides || master.is_conj() || master.is_neg()) return {};
-  const PlainTorch guard;
-  at::Tensor view =
-      master.as_strided(tensor.sizes(), tensor.strides(), master.storage_offset() + tensor.storage_offset());
+  at::Tensor view;
+  if (content) {
+    view = content->view(tensor.sizes(), tensor.strides(), tensor.storage_offset());
+  } else {
+    const PlainTorch guard;
+    view = master.as_strided(tensor.sizes(), tensor.strides(),
+                             master.storage_offset() + tensor.storage_offset());
+  }
   const auto& version = master.unsafeGetTensorImpl()->version_counter();
   if (version.enabled() && !view.is_inference()) view.unsafeGetTensorImpl()->set_version_counter(version);
-  return {view};
+  return {view, whole ? weight.get() : nullptr};
 }
 
 }  // namespace dynswap

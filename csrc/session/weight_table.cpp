@@ -69,7 +69,8 @@ struct WeightTable::Kind {
   at::ScalarType wanted = at::kFloat;
   bool has_subclass = false;
   std::vector<std::pair<py::object, std::shared_ptr<Weight>>> parts{};
-  SourcePtr source{};  ///< if it streams
+  SourcePtr source{};    ///< if it streams
+  at::Tensor watched{};  ///< what has the bytes, if torch copies them
   std::shared_ptr<MasterContent> content{};
 };
 
@@ -95,13 +96,20 @@ WeightTable::Kind WeightTable::kind_of(const Weight& weight, PyObject* master_ob
         kind.path = Weight::AccessPath::as_is;
         return kind;
       }
-      if (!plain_bytes(held.bytes) || master.sym_numel() == 0) return kind;
+      if (master.sym_numel() == 0) return kind;
+      if (!plain_bytes(held.bytes)) {
+        if (held.first || !copyable(held.bytes) || !scalar_of(kind.wanted)) return kind;
+        kind.path = Weight::AccessPath::copied;
+        kind.content = std::make_shared<PythonContent>(held, master);
+        kind.watched = held.bytes;
+        return kind;
+      }
       const SourcePtr source =
           held.first ? coded_source_of(master, held.bytes, *held.first, held.weights, kind.wanted,
                                        weight.name, mappings, settings_.keep, *memory_)
                      : source_of(held.bytes, kind.wanted, weight.name, mappings, settings_.keep, *memory_);
       // Of slices, too: all of it may be read at once.
-      kind.content = std::make_shared<PythonContent>(held, master, *source);
+      kind.content = std::make_shared<PythonContent>(held, master, source.get());
       if (slices > 1 && slice(kind, weight, master_object, mappings, slices)) return kind;
       kind.path = Weight::AccessPath::streamed;
       kind.source = source;
@@ -142,6 +150,7 @@ WeightTable::Kind WeightTable::kind_of(const Weight& weight, PyObject* master_ob
     kind.path = Weight::AccessPath::as_is;
   } else if (streams && copyable(master) && scalar_of(kind.wanted)) {
     kind.path = Weight::AccessPath::copied;
+    kind.watched = master;
     kind.has_subclass = !plain;
   }
   return kind;
@@ -175,12 +184,10 @@ void WeightTable::classify(Weight& weight, PyObject* master_object, const Mappin
   if (const c10::Storage& storage = master.unsafeGetTensorImpl()->unsafe_storage())
     weight.master_storage = storage.getWeakStorageImpl();
   weight.content = std::move(kind.content);
-  if (weight.content) {
-    weight.follow(master, /*from_file=*/false, /*copied=*/false);
-  } else {
-    weight.follow(master, kind.source ? kind.source->mapped : is_mapped(master, mappings),
-                  weight.moves_bytes());
-  }
+  std::optional<Sharing::Place> place;
+  if (weight.moves_bytes()) place = weight.content ? weight.content->place() : Sharing::Place::of(master);
+  const bool mapped = !weight.content && (kind.source ? kind.source->mapped : is_mapped(master, mappings));
+  weight.follow(master, mapped, std::move(place));
   copies_any_ = copies_any_ || kind.path == Weight::AccessPath::copied;
   weight.wanted = kind.wanted;
   weight.has_subclass = kind.has_subclass;
@@ -189,7 +196,7 @@ void WeightTable::classify(Weight& weight, PyObject* master_object, const Mappin
   weight.parts.swap(kind.parts);
   if (kind.source == nullptr) {
     weight.drop_bytes();
-    weight.watch_master(kind.path == Weight::AccessPath::copied ? watch_of(master, weight.mapped) : nullptr);
+    weight.watch_master(kind.watched.defined() ? watch_of(kind.watched, weight.mapped) : nullptr);
     return;
   }
   weight.source = kind.source;
@@ -202,6 +209,14 @@ void WeightTable::replace_master(Weight& weight, PyObject* master_object) {
   sweep();
   by_master_[master.unsafeGetTensorImpl()] = &weight;
   classify(weight, master_object, MappingsOfMasters().of(master));
+}
+
+void WeightTable::follow_plain(Weight& weight, MasterContent& content) {
+  weight.content = content.as_plain();
+  const at::Tensor values = weight.content->memory();
+  weight.source =
+      source_of(values, weight.wanted, weight.name, MappingsOfMasters().of(values), settings_.keep, *memory_);
+  weight.watch_master(std::make_shared<MemoryWatch>(*weight.source));
 }
 
 Weight& WeightTable::weight_of(PyObject* master, const std::string& name, bool parameter,
@@ -332,6 +347,7 @@ std::size_t WeightTable::sampled_bytes() const {
 void WeightTable::drop_bytes() {
   for (const auto& weight : weights_) {
     weight->drop_bytes();
+    if (weight->content) weight->content = weight->content->without_bytes();
     if (weight->path == Weight::AccessPath::sliced) weight->parts.clear();  // and their views of the master
     weight->watch = nullptr;  // what was handed out has its own share, and the master's memory too
   }

@@ -72,6 +72,8 @@ class WeightTable {
                     MappingsOfMasters& mappings, std::vector<Entry>& entries, Streamed& streamed);
   /// Gives the weight another master, or the same one with other memory or another layout.
   void replace_master(Weight& weight, PyObject* master);
+  /// Has the weight follow its master, which was coded, to the memory where it has plain values by now.
+  void follow_plain(Weight& weight, MasterContent& content);
   /// Drops weights of no plan, which nobody uses and whose masters have died.
   void sweep();
 

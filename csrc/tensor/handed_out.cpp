@@ -116,7 +116,7 @@ HandedOut::HandedOut(const Origin& origin, const at::Tensor& master, const at::D
     : origin_(origin), options_(at::TensorOptions().dtype(origin.master->wanted).device(device)) {
   const MasterRecord& of = *origin.master;
   const bool known = of.state.same_bytes(*master.unsafeGetTensorImpl());
-  content_ = of.content;
+  content_ = of.content ? of.content->with_bytes() : nullptr;
   if (!content_) mapped_ = known ? of.mapped : is_mapped(master, MappingsOfMasters().of(master));
   if (known) sharing_ = of.sharing;
   if (of.watch && known) {
@@ -141,10 +141,13 @@ HandedOut::HandedOut(const Origin& origin, const at::Tensor& master, const at::D
     note_master();
   }
   bytes_ = static_cast<std::size_t>(master.numel()) * options_.dtype().itemsize();
-  if (sharing_ && sharing_->overlaps() && bytes_ <= kMerged) {
-    const PlainTorch guard;
-    before_ = master_in_order().clone();
-  }
+  note_before_if_small();
+}
+
+void HandedOut::note_before_if_small() {
+  if (!sharing_ || !sharing_->overlaps() || bytes_ > kMerged) return;
+  const PlainTorch guard;
+  before_ = master_in_order().clone();
 }
 
 /// Takes the master's present version as the one that was handed out.

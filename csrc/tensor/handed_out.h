@@ -96,6 +96,8 @@ class HandedOut : public OutsideTheHeap {
   /// Notes an alias of the tensor with a version counter of its own. See Note [Writes without a trace].
   void note_untracked_alias() noexcept { untracked_ = true; }
   bool has_untracked_alias() const noexcept { return untracked_; }
+  /// Follows its master, which this tensor's own write has made plain, as its record has.
+  void follow_plain();
   /// Notes that no alias with a version counter of its own is left.
   void no_untracked_alias() noexcept { untracked_ = false; }
   /// Adds a version counter that tells of writes too: that of an alias, or of a wrapper around the tensor.
@@ -150,9 +152,11 @@ class HandedOut : public OutsideTheHeap {
   at::Tensor on_host();
   std::optional<std::uint32_t> take_to_master(bool look);
   at::Tensor written_elements(const at::Tensor& now, const at::Tensor& flat) const;
+  void note_before_if_small();
   void note_before(const at::Tensor& now, const at::Tensor& flat);
   void note_equal();
   void note_lost();
+  void tell_lost() const;
   void begin_watch(bool is_written);
   void leave_watch() noexcept;
   bool note_user(const c10::Stream& stream);  ///< false: it is known

@@ -206,6 +206,11 @@ std::optional<std::uint32_t> HandedOut::take_to_master(bool look) {
     const at::Tensor now = on_host();
     at::Tensor differs = written_elements(now, flat);
     const at::Tensor bits = bits_of(flat), taken = bits_of(now.to(flat.scalar_type()));
+    if (before_.defined()) {
+      const at::Tensor by_others = bits.ne(bits_of(before_));
+      if (differs.logical_and(by_others).logical_and_(taken.ne(bits)).any().item<bool>()) tell_lost();
+      differs.logical_and_(by_others.logical_not_());
+    }
     bool any = differs.any().item<bool>();
     if (any && cast) {
       rounded_ = true;
@@ -242,22 +247,31 @@ std::optional<std::uint32_t> HandedOut::take_to_master(bool look) {
   return master_version_;
 }
 
+void HandedOut::follow_plain() {
+  content_ = origin_.master->content;
+  master_watch_ = origin_.master->watch;
+  master_writes_ = origin_.master->writes_seen;
+  before_ = at::Tensor();
+  note_before_if_small();
+}
+
 /// Tells the server of a write that is lost: copy and master were both written since they were equal, and
 /// cannot be put together. What left no trace on the copy is not told, as nobody can tell it from what the
 /// master has got since.
 void HandedOut::note_lost() {
   if (!written()) return;
   note_equal();
+  tell_lost();
+}
+
+void HandedOut::tell_lost() const {
   if (const auto server = origin_.server.lock()) server->note_lost(origin_.master);
 }
 
-/// Which elements of the copy were written since it was handed out, and not those of the master that were
-/// written by others meanwhile. `now` is the copy, `flat` the master.
+/// Which elements of the copy were written since it was handed out. `now` is the copy, `flat` the master.
 at::Tensor HandedOut::written_elements(const at::Tensor& now, const at::Tensor& flat) const {
   const at::Tensor& handed_out = before_.defined() ? before_ : flat;
-  at::Tensor written = bits_of(now).ne(bits_of(handed_out.to(now.scalar_type())));
-  if (before_.defined()) written.logical_and_(bits_of(flat).eq(bits_of(before_)));
-  return written;
+  return bits_of(now).ne(bits_of(handed_out.to(now.scalar_type())));
 }
 
 /// Notes what counts as handed out from now on: what the tensor has, in the master's precision where they are

@@ -3,6 +3,10 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <memory>
+
+#include "tensor/sharing.h"
+
 namespace dynswap {
 
 /// Note [A coded master]
@@ -13,7 +17,7 @@ namespace dynswap {
 /// takes a master that is plain by now as written, and compares with what was coded.
 ///
 /// Any thread may ask, with the GIL or without.
-class MasterContent {
+class MasterContent : public std::enable_shared_from_this<MasterContent> {
  public:
   virtual ~MasterContent() = default;
 
@@ -27,6 +31,14 @@ class MasterContent {
   virtual at::Tensor coded_values() const = 0;
   /// The memory of its values, which is not coded from now on.
   virtual at::Tensor memory() = 0;
+  /// The same content, as that of a master that was plain in the beginning.
+  virtual std::shared_ptr<MasterContent> as_plain() = 0;
+  /// The same content as one that does not keep its bytes, and cannot be asked for any.
+  virtual std::shared_ptr<MasterContent> without_bytes() = 0;
+  /// The same content as one that keeps its bytes. To be called while the master is alive.
+  virtual std::shared_ptr<MasterContent> with_bytes() = 0;
+  /// Where its values are, or would be: masters that share a coded content share places in it.
+  virtual Sharing::Place place() = 0;
 };
 
 }  // namespace dynswap

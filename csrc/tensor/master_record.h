@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 
@@ -43,12 +44,12 @@ struct MasterRecord : std::enable_shared_from_this<MasterRecord> {
     return ++latest;
   }
 
-  /// From now on the record is of this master. `copied`: copies are made of its bytes.
-  void follow(const at::Tensor& master, bool from_file, bool copied) {
+  /// From now on the record is of this master. `place`: of what copies are made; none: none are made.
+  void follow(const at::Tensor& master, bool from_file, std::optional<Sharing::Place> place) {
     state = MasterState::of(*master.unsafeGetTensorImpl());
     version = master.unsafeGetTensorImpl()->version_counter();
     mapped = from_file;
-    sharing = copied ? Sharing::of(master, shared_from_this()) : nullptr;
+    sharing = place ? Sharing::of(master, *std::move(place), shared_from_this()) : nullptr;
     note_version();
   }
 

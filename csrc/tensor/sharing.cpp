@@ -55,32 +55,36 @@ bool is_page_locked(const at::Tensor& master) {
 
 }  // namespace
 
-std::shared_ptr<Sharing> Sharing::of(const at::Tensor& master, const std::shared_ptr<MasterRecord>& record) {
-  auto made = std::make_shared<Sharing>(Private(), master, record);
+Sharing::Place Sharing::Place::of(const at::Tensor& master) {
+  const auto* const begin = static_cast<const std::byte*>(memory_of(*master.unsafeGetTensorImpl()).second);
+  return {elements_of(master), begin, begin + master.storage().nbytes(), is_page_locked(master)};
+}
+
+std::shared_ptr<Sharing> Sharing::of(const at::Tensor& master, Place place,
+                                     const std::shared_ptr<MasterRecord>& record) {
+  auto made = std::make_shared<Sharing>(Private(), master, std::move(place), record);
+  const Elements& elements = made->place_.elements;
   const Locked locked;
-  locked.registry.for_near(made->elements_.address, made->elements_.end(), [&](Sharing& other) {
+  locked.registry.for_near(elements.address, elements.end(), [&](Sharing& other) {
     if (!made->has_bytes_of(other)) return;
     made->overlaps_ = true;
     other.overlaps_ = true;
   });
-  locked.registry.by_address.emplace(made->elements_.address, made.get());
-  locked.registry.longest = std::max(locked.registry.longest, made->elements_.bytes);
+  locked.registry.by_address.emplace(elements.address, made.get());
+  locked.registry.longest = std::max(locked.registry.longest, elements.bytes);
   return made;
 }
 
-Sharing::Sharing(Private, const at::Tensor& master, const std::shared_ptr<MasterRecord>& record)
-    : elements_(elements_of(master)),
-      storage_begin_(static_cast<const std::byte*>(memory_of(*master.unsafeGetTensorImpl()).second)),
-      storage_end_(storage_begin_ + master.storage().nbytes()),
+Sharing::Sharing(Private, const at::Tensor& master, Place place, const std::shared_ptr<MasterRecord>& record)
+    : place_(std::move(place)),
       master_(master.unsafeGetTensorImpl()),
       storage_(master.storage().getWeakStorageImpl()),
       record_(record),
-      page_locked_(is_page_locked(master)),
       version_(master.unsafeGetTensorImpl()->version_counter()) {}
 
 Sharing::~Sharing() {
   const Locked locked;
-  const auto [first, last] = locked.registry.by_address.equal_range(elements_.address);
+  const auto [first, last] = locked.registry.by_address.equal_range(place_.elements.address);
   const auto entry = std::find_if(first, last, [&](const auto& other) { return other.second == this; });
   if (entry != last) locked.registry.by_address.erase(entry);
 }
@@ -89,7 +93,7 @@ Sharing::~Sharing() {
 /// does one whose memory has been freed.
 bool Sharing::has_bytes_of(const Sharing& other) const noexcept {
   return &other != this && other.master_ != master_ && !other.storage_.expired() &&
-         may_overlap(elements_, other.elements_);
+         may_overlap(place_.elements, other.place_.elements);
 }
 
 Sharing::Seen Sharing::now() const {
@@ -106,9 +110,9 @@ std::optional<Sharing::Seen> Sharing::if_of_others(Seen seen, MemoryWatch* watch
                                                    std::uint64_t writes) const {
   const Seen now = this->now();
   if (now.version - seen.version == now.ours - seen.ours) return now;
-  const bool part =
-      elements_.address != storage_begin_ || elements_.end() != storage_end_ || elements_.has_gaps();
-  if (!part || page_locked_ || watch == nullptr || !watch->decides() || watch->writes() != writes)
+  const bool part = place_.elements.address != place_.begin || place_.elements.end() != place_.end ||
+                    place_.elements.has_gaps();
+  if (!part || place_.page_locked || watch == nullptr || !watch->decides() || watch->writes() != writes)
     return std::nullopt;
   return now;
 }
@@ -118,14 +122,14 @@ void Sharing::bump() {
   const Locked locked;
   const auto before = version_.current_version();
   std::vector<Sharing*> on_the_counter;
-  locked.registry.for_near(storage_begin_, storage_end_, [&](Sharing& other) {
+  locked.registry.for_near(place_.begin, place_.end, [&](Sharing& other) {
     if (&other != this && other.version_.enabled() && other.version_.current_version() == before)
       on_the_counter.push_back(&other);
   });
   c10::VariableVersion(version_).bump();
   for (Sharing* const other : on_the_counter) {
     if (other->version_.current_version() != before && other->master_ != master_ &&
-        !may_overlap(elements_, other->elements_))
+        !may_overlap(place_.elements, other->place_.elements))
       ++other->ours_;
   }
 }
@@ -133,7 +137,7 @@ void Sharing::bump() {
 std::vector<std::shared_ptr<MasterRecord>> Sharing::overlapping() const {
   std::vector<std::shared_ptr<MasterRecord>> records;
   const Locked locked;
-  locked.registry.for_near(elements_.address, elements_.end(), [&](Sharing& other) {
+  locked.registry.for_near(place_.elements.address, place_.elements.end(), [&](Sharing& other) {
     if (!has_bytes_of(other)) return;
     if (auto record = other.record_.lock()) records.push_back(std::move(record));
   });

@@ -35,9 +35,22 @@ class Sharing {
   struct Private {};
 
  public:
-  /// Registers a master that is copyable(), so that those that share bytes with it are known.
-  static std::shared_ptr<Sharing> of(const at::Tensor& master, const std::shared_ptr<MasterRecord>& record);
-  Sharing(Private, const at::Tensor& master, const std::shared_ptr<MasterRecord>& record);
+  /// Where the values of a master are. Those of a coded one are in no memory, and have addresses that no
+  /// memory has, also once it is plain: `MasterContent::place()`.
+  struct Place {
+    Elements elements;
+    const std::byte* begin = nullptr;  ///< of the storage
+    const std::byte* end = nullptr;
+    bool page_locked = false;  ///< by the user: a device may write to it
+
+    /// Of a master that is copyable().
+    static Place of(const at::Tensor& master);
+  };
+
+  /// Registers a master, so that those that share bytes with it are known.
+  static std::shared_ptr<Sharing> of(const at::Tensor& master, Place place,
+                                     const std::shared_ptr<MasterRecord>& record);
+  Sharing(Private, const at::Tensor& master, Place place, const std::shared_ptr<MasterRecord>& record);
   ~Sharing();
   Sharing(const Sharing&) = delete;
   Sharing& operator=(const Sharing&) = delete;
@@ -63,13 +76,10 @@ class Sharing {
  private:
   bool has_bytes_of(const Sharing& other) const noexcept;
 
-  const Elements elements_;
-  const std::byte* const storage_begin_;
-  const std::byte* const storage_end_;
+  const Place place_;
   const c10::TensorImpl* const master_;  ///< an identity, never dereferenced
   const c10::weak_intrusive_ptr<c10::StorageImpl> storage_;
   const std::weak_ptr<MasterRecord> record_;
-  const bool page_locked_;              ///< by the user: a device may write to it
   const c10::VariableVersion version_;  ///< shared with the master
   std::atomic<bool> overlaps_{false};
   std::uint32_t ours_ = 0;  ///< LOCK: that of all of them

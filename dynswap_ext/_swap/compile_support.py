@@ -21,6 +21,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
+from functools import cache
 from typing import Any, Final, cast
 
 import torch
@@ -29,6 +30,8 @@ from torch import nn
 from dynswap_ext._swap.assigned_buffers import assigned_in_graph, settle, settle_all
 from dynswap_ext._swap.read_by_graphs import before_name, dtype_name, live_name, read_at_each_call
 from dynswap_ext._swap.state import STATE_KEY, session_of
+from dynswap_ext._util.warn import warn
+from dynswap_ext.lossless.tensor import LosslessTensor
 
 #: A buffer of integers with more bytes than this is a packed weight of a quantised model.
 _PACKED_BYTES: Final = 1 << 20
@@ -175,6 +178,26 @@ def _traced(master: torch.Tensor, device: torch.device, dtype: torch.dtype) -> t
     if isinstance(master, nn.Parameter):
         copy._is_param = True  # code that is traced asks `isinstance(self.weight, nn.Parameter)`
     return copy
+
+
+@_fetch.register_torch_dispatch(LosslessTensor)
+def _fetch_decoded(_: Any, func: Any, types: Any, args: tuple[Any, ...], kwargs: Any) -> torch.Tensor:
+    """Return a decoded master's copy, as a graph has the coded bytes and cannot tell whose they are."""
+    master, *place = args
+    if master.coded is not None:
+        _say_decoded()
+    copy: torch.Tensor = func(master.decoded(), *place)
+    if isinstance(master, nn.Parameter):
+        copy._is_param = True
+    return copy
+
+
+@cache
+def _say_decoded() -> None:
+    warn(
+        "a compiled graph decodes coded masters on the CPU in each call and copies them whole: nothing is "
+        "fetched ahead. Load the checkpoint without the lossless code, or run the model uncompiled"
+    )
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:

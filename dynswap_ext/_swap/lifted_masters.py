@@ -20,7 +20,7 @@ from typing import Any, Final
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import is_fake
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from dynswap_ext._swap.changed_elements import changed_elements, with_changes
@@ -87,7 +87,7 @@ def _take_to_master(written: torch.Tensor, master: torch.Tensor) -> None:
 
 def is_lifted(master: torch.Tensor) -> bool:
     """Return whether a tensor is a fake one in a master's place, in a forward that is being traced."""
-    return isinstance(master, FakeTensor) and get_proxy_mode() is not None
+    return get_proxy_mode() is not None and is_fake(master)
 
 
 def convert(master: torch.Tensor, device: torch.device, dtype: torch.dtype) -> torch.Tensor:

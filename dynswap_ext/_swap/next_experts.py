@@ -27,6 +27,7 @@ from torch.nn import functional as F
 from dynswap_ext._util.experts import Experts, is_stacked
 from dynswap_ext._util.modes import unseen_by_modes
 from dynswap_ext._util.untraced import untraced
+from dynswap_ext.lossless.tensor import LosslessTensor
 
 
 class Guesses(Protocol):
@@ -144,7 +145,9 @@ def _router(parent: nn.Module, count: int) -> nn.Module | None:
 
 def _weight_of(router: nn.Module) -> nn.Parameter | None:
     weight = router._parameters.get("weight")
-    if type(weight) is not nn.Parameter or weight.is_nested or weight.layout is not torch.strided:
+    if type(weight) not in (nn.Parameter, LosslessTensor) or weight is None:
+        return None
+    if weight.is_nested or weight.layout is not torch.strided:
         return None
     return weight if weight.dim() == 2 and weight.dtype in _DTYPES else None
 

@@ -23,6 +23,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from dynswap_ext._swap.expert_slices import ExpertSlices
 from dynswap_ext._util.untraced import untraced
 from dynswap_ext.errors import BudgetError, OutOfMemoryError
+from dynswap_ext.lossless.tensor import LosslessTensor, attributes_of
 
 # Attributes in the `__dict__` of tensors. A proxy has its master and, if it is an alias of the tensor that a
 # forward gets, that tensor, which has a weak reference to the proxy. The class has no slots for them, so that
@@ -187,6 +188,9 @@ class ParameterProxy(torch.Tensor):
     def __getattr__(self, name: str) -> Any:
         master = self.__dict__.get(_MASTER)
         if master is None or name == "__dict__":
+            raise AttributeError(f"'Tensor' object has no attribute '{name}'")
+        if isinstance(master, LosslessTensor) and name not in attributes_of(master):
+            # What is handed out of it is plain, and has nothing that its class adds.
             raise AttributeError(f"'Tensor' object has no attribute '{name}'")
         return getattr(master, name)
 

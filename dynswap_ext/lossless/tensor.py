@@ -43,10 +43,12 @@ class Content:
     count: int
     #: What errors call them.
     origin: str
+    #: A number that the native provider gives it, to know which masters share it.
+    place: int | None = field(default=None, init=False)
     _shown: torch.UntypedStorage | None = field(default=None, init=False)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_shown": None}
+        return {**vars(self), "place": None, "_shown": None}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Content:
         return memo.setdefault(id(self), replace(self, plain=copy.deepcopy(self.plain, memo)))  # type: ignore[no-any-return]
@@ -88,6 +90,10 @@ class Content:
         begin, end = offset * other // own, -(-self.end_of(dtype, size, stride, offset) * other // own)
         flat = self.decoded(held, begin, end - begin).view(dtype)
         return flat.as_strided(size, stride, offset - begin * own // other)
+
+    def wrapped(self, dtype: torch.dtype, size: Any, stride: Any, offset: int) -> LosslessTensor:
+        """Return a `LosslessTensor` of this content."""
+        return _wrapper(self, dtype, size, stride, offset)
 
     def end_of(self, dtype: torch.dtype, size: Any, stride: Any, offset: int) -> int:
         """Return after which element a view ends. RuntimeError if that is outside of what is held."""
@@ -197,7 +203,7 @@ class LosslessTensor(torch.Tensor):
     def data(self, value: torch.Tensor) -> None:
         new: Any = value.detach()
         if type(new) is torch.Tensor:
-            new = of_plain(new)
+            new = of_plain(new.resolve_conj().resolve_neg())  # a wrapper shows no lazy views
         _data.__set__(self, new)  # raises for a tensor of another class
         self._dynswap_content = new._dynswap_content
 
@@ -239,6 +245,7 @@ class LosslessTensor(torch.Tensor):
         return names, (
             content.dtype,
             content.count,
+            getattr(self, "_is_param", False),
             *_geometry(self),
         )  # equal for equal layers: a graph serves all
 
@@ -249,10 +256,14 @@ class LosslessTensor(torch.Tensor):
     def __tensor_unflatten__(
         cls, inner: dict[str, torch.Tensor], context: tuple[Any, ...], size: Any, stride: Any
     ) -> LosslessTensor:
+        dtype, count, is_parameter, *geometry = context
         if (plain := inner.get("plain")) is not None:
-            return of_plain(plain)
-        dtype, count, *geometry = context
-        return _wrapper(Content(inner["coded"], None, dtype, count, ""), *geometry)
+            made = of_plain(plain)
+        else:
+            made = _wrapper(Content(inner["coded"], None, dtype, count, ""), *geometry)
+        if is_parameter:
+            made._is_param = True
+        return made
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LosslessTensor:
         if id(self) in memo:
@@ -348,6 +359,8 @@ class LosslessTensor(torch.Tensor):
         return torch.empty(length, dtype=self.dtype, device="meta").as_strided(*_geometry(self)[1:])
 
     def _view(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if func is aten._neg_view.default:  # a wrapper shows no lazy views
+            return func(self.make_plain())
         with torch.inference_mode(self.is_inference()):  # as views are what their tensor is
             made = func(self._stand_in(), *args[1:], **kwargs)
             return tree_map(lambda each: _alias(self._dynswap_content, each), made)

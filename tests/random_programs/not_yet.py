@@ -10,8 +10,6 @@ import os
 
 NOT_YET: dict[str, str] = {
     "frozen swap": "swap_tensors of a resident's master that was frozen while installed is refused",
-    "coded aliases": "of two coded masters with the same content, in one call, the resident of one misses "
-    "what is written on what the other is handed out as, if somebody holds that (native)",
 }
 
 

@@ -142,7 +142,6 @@ class WritesFirst(nn.Module):
         return x * self.other[0, 0]
 
 
-@waiting_for("coded aliases")
 def test_a_write_shows_in_the_coded_master_of_the_same_content(provider: Provider) -> None:
     model = WritesFirst()
     provider.install(model, dtype=torch.float64, budget="1GiB", prefetch=0)

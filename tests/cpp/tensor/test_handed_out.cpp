@@ -50,7 +50,7 @@ struct Master {
   explicit Master(at::Tensor tensor, at::ScalarType wanted = at::kFloat) : tensor(std::move(tensor)) {
     record->name = "layer.weight";
     record->wanted = wanted;
-    record->follow(this->tensor, /*from_file=*/false, /*copied=*/true);
+    record->follow(this->tensor, /*from_file=*/false, Sharing::Place::of(this->tensor));
     record->watch_master(watch_of(this->tensor, /*mapped=*/false));
   }
 
