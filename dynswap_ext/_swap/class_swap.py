@@ -18,6 +18,7 @@ from typing import Any, Final, cast
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from dynswap_ext._swap import call_by_name
 from dynswap_ext._swap.assigned_buffers import as_buffer, before, forget_assigned, settle
@@ -419,13 +420,21 @@ def _flush_module(module: Any) -> None:
         session.flush_module(module)
 
 
+def _may_be_swapped(module: nn.Module) -> bool:
+    """Return whether torch may convert a parameter by `swap_tensors`. It always does so with wrappers."""
+    masters = [each for each in module._parameters.values() if each is not None]
+    return torch.__future__.get_swap_module_params_on_conversion() or any(
+        is_traceable_wrapper_subclass(master) for master in masters
+    )
+
+
 @contextlib.contextmanager
 def _masters_change(module: Any) -> Iterator[None]:
     """Bring a module's masters up to date, let the block replace or write them, and check them after it."""
     session = session_of(module)
     settle(module)
     release_inputs()
-    if session is not None and torch.__future__.get_swap_module_params_on_conversion():
+    if session is not None and _may_be_swapped(module):
         session.release(module)
     elif session is not None:
         session.flush_module(module)

@@ -57,6 +57,15 @@ def test_a_frozen_master_is_swapped(provider: Provider) -> None:
     provider.assert_as_masters(model, x)
 
 
+def test_coded_masters_that_were_frozen_are_cast(provider: Provider) -> None:
+    model = code_masters(mlp(24))
+    provider.install(model, dtype=torch.float64, budget="1GiB")
+    x = provider.randn(2, 24)
+    model(x).sum().backward()
+    model[0].weight.requires_grad = False  # torch swaps the parameters of a wrapper where it casts a module
+    provider.assert_as_masters(model.half(), x)
+
+
 def test_a_coded_master_is_written_silently_before_a_new_plan(provider: Provider) -> None:
     model = code_masters(mlp(24).eval())
     provider.install(model, dtype=torch.float64, budget="auto", prefetch=0)
