@@ -17,7 +17,7 @@ BELOW = {
     "host": {"platform", "core", "io"},
     "transfer": {"platform", "core", "io"},
     "cuda": {"platform", "core", "io", "lossless", "transfer"},
-    "accelerator": {"platform", "core", "io", "host", "transfer", "cuda"},
+    "accelerator": {"platform", "core", "io", "lossless", "host", "transfer", "cuda"},
     "tensor": {"platform", "core", "io", "lossless", "mesh", "transfer", "accelerator"},
     "session": {"platform", "core", "io", "lossless", "sim", "mesh", "accelerator", "tensor"},
     "python": {

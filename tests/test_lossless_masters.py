@@ -14,9 +14,11 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import pretend_cuda
 from coded_masters import code_masters, coded, is_coded, stored_bytes
-from conftest import Provider
+from conftest import PRETEND, Provider
 from dynswap_ext import testing
+from dynswap_ext.lossless.code import BLOCK
 from dynswap_ext.lossless.tensor import LosslessTensor
 
 WIDTH, LAYERS = 128, 6
@@ -91,6 +93,32 @@ def test_outputs_and_bytes(
     assert all(map(is_coded, model.parameters()))
     with torch.no_grad():
         testing.assert_bit_equal(model(tokens(provider).cpu()), plain(tokens(provider).cpu()))
+
+
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("pin", [True, False], ids=["pinned", "pageable"])
+def test_they_cross_the_bus_coded(provider: Provider, pin: bool, stored: torch.dtype) -> None:
+    """Devices without a kernel of ours decode with torch's operations."""
+    if not (provider.native and PRETEND):
+        pytest.skip("what crosses a bus is counted on the pretend device")
+    torch.manual_seed(0)
+    plain = nn.Sequential(*[nn.Linear(160, 160, dtype=stored) for _ in range(4)]).requires_grad_(False)
+    model = code_masters(copy.deepcopy(plain))
+    provider.install(model, dtype=torch.float32, host_budget="auto" if pin else "minimum")
+    moved = testing.moved(plain, provider.device, torch.float32)
+    x = provider.randn(2, 160, dtype=torch.float32)
+    passes, layers = 10, len(plain)
+    with torch.no_grad():
+        model(x)
+        before = pretend_cuda.counts()["copied_bytes"]
+        for _ in range(passes):
+            testing.assert_bit_equal(model(x), moved(x))
+        crossed = pretend_cuda.counts()["copied_bytes"] - before
+    of_index = 8 * sum(p.numel() // BLOCK + 2 for p in model.parameters())
+    # What is fetched for a next pass counts with the pass in which it is fetched.
+    most = (passes + 2 / layers) * (coded_bytes(model) + of_index)
+    assert (passes - 2 / layers) * coded_bytes(model) <= crossed <= most
+    assert crossed < 0.95 * passes * sum(p.nbytes for p in plain.parameters())
 
 
 @pytest.mark.parametrize("budget", BUDGETS)

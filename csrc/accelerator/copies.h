@@ -26,6 +26,7 @@ class CopyStream {
   at::Tensor on_device(std::byte* data, std::uint64_t count, Scalar type) const;
   void copy_bytes(const at::Tensor& to, const std::byte* from) const;
   void copy_cast(const Landing& landing) const;
+  void copy_decoded(const Landing& landing) const;
 
   const PlainTorch plain_;
   const c10::Device device_;

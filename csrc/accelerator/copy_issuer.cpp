@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "accelerator/copies.h"
+#include "accelerator/decode.h"
 #include "accelerator/pinned_memory.h"
 #include "accelerator/torch_calls.h"
 #include "accelerator/torch_device.h"
@@ -43,23 +44,37 @@ TorchCopyIssuer::~TorchCopyIssuer() = default;
 /// for such a copy blocks until it has been enqueued, not until it is over. The CUDA backend blocks it for
 /// its own reason: see Note [A read can fail after its copy was issued].
 void TorchCopyIssuer::issue(const CopyRequest& request, const StreamEventPtr& copied) {
-  const bool staged = needs_of(request, {}).staging;
-  bool later = staged;
+  const DeviceAbilities device = abilities_for(request);
+  bool later = needs_of(request, device).staging;
   for (const Step& step : request.steps) {
     for (const EventPtr& event : step.after) later = later || (event && !on_stream(event).recorded());
   }
-  if (later) return issue_later(request, copied, staged);
-  std::vector<CopyBatch> batches = plan_copies(request, {}, nullptr, nullptr);
+  if (later) return issue_later(request, copied, device);
+  std::vector<CopyBatch> batches = plan_copies(request, device, nullptr, nullptr);
   enqueue(batches, *copied, nullptr);
 }
 
-void TorchCopyIssuer::issue_later(const CopyRequest& request, const StreamEventPtr& copied, bool staged) {
+DeviceAbilities TorchCopyIssuer::abilities_for(const CopyRequest& request) {
+  for (const Step& step : request.steps) {
+    for (const Piece& piece : step.pieces) {
+      if (!piece.source->coding) continue;
+      const std::lock_guard lock(setup_);
+      if (!decodes_) decodes_ = decodes(device_);
+      return {.decodes = *decodes_};
+    }
+  }
+  return {};
+}
+
+void TorchCopyIssuer::issue_later(const CopyRequest& request, const StreamEventPtr& copied,
+                                  DeviceAbilities device) {
   Deferred& later = deferred();
+  const bool staged = needs_of(request, device).staging;
   if (staged) copied->reads = std::make_shared<Reads>();
   const std::lock_guard lock(queueing_);
   // Shared, as a std::function is copied.
   const auto batches =
-      std::make_shared<std::vector<CopyBatch>>(plan_copies(request, {}, later.ring.get(), copied->reads));
+      std::make_shared<std::vector<CopyBatch>>(plan_copies(request, device, later.ring.get(), copied->reads));
   const auto run = [this, &later, batches, copied] {
     try {
       enqueue(*batches, *copied, &later);

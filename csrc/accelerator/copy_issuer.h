@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <exception>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "core/backend.h"
@@ -31,7 +32,8 @@ class TorchCopyIssuer final : public CopyIssuer {
   struct Deferred;
 
   Deferred& deferred();
-  void issue_later(const CopyRequest& request, const StreamEventPtr& copied, bool staged);
+  DeviceAbilities abilities_for(const CopyRequest& request);
+  void issue_later(const CopyRequest& request, const StreamEventPtr& copied, DeviceAbilities device);
   void enqueue(std::vector<CopyBatch>& batches, StreamEvent& copied, Deferred* staged);
   void make_room(Deferred& staged, std::uint64_t chunk);
   void give_up(std::vector<CopyBatch>& batches, StreamEvent& copied, std::exception_ptr error,
@@ -44,6 +46,8 @@ class TorchCopyIssuer final : public CopyIssuer {
   /// Taken first; held while chunks are added and their copies queued, which is to be in one order. No call
   /// of torch's is made under it.
   Mutex queueing_;
+
+  std::optional<bool> decodes_;  ///< LOCK: setup_; whether the device can; none: it has not been asked
 
   Mutex setup_;
   std::unique_ptr<Deferred> deferred_;  ///< LOCK: setup_; does not change once it is set, until the end
