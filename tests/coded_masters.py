@@ -7,18 +7,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dynswap_ext.lossless.code import BLOCK, CODABLE, encode
+from dynswap_ext.lossless.code import BLOCK, CODABLE, UNIT, encode
 from dynswap_ext.lossless.tensor import LosslessTensor
 
-_UNIT = 16
-
-#: Why tests of plain masters, by name and by a part of their id, cannot pass with coded ones.
 _MOVES_OTHER_BYTES = "as many bytes move as coded masters have"
 _ANOTHER_CLASS = "a coded master is no plain Parameter, and has an attribute"
 _FIXED_STORAGE = "the storage of a coded master has coded bytes, and keeps its size"
 _IN_RAM = "the test's masters are in a file, and are coded in RAM"
 _PLAIN_BY_THEN = "that makes a coded master plain, which counts as a change"
 _DENSE = "a wrapper shows no lazy views, so it is dense; plain residents that are dense are not refused"
+#: Tests, by name and by a part of their id, and why they cannot pass with coded masters.
 PLAIN_ONLY = {
     "test_a_pass_after_a_change": _MOVES_OTHER_BYTES,
     "test_steps_of_an_optimizer": _MOVES_OTHER_BYTES,
@@ -46,7 +44,7 @@ PLAIN_ONLY = {
 
 
 def plain_only(name: str) -> str | None:
-    """Return why a test, given its name with its id, is for plain masters alone; None if it is not."""
+    """Return why a test, by its name and id, cannot pass with coded masters; None if it can."""
     base, _, parameters = name.partition("[")
     for key, reason in PLAIN_ONLY.items():
         test, _, part = key.partition("[")
@@ -56,7 +54,7 @@ def plain_only(name: str) -> str | None:
 
 
 def coded(tensor: Tensor) -> LosslessTensor:
-    """Return the values of a tensor as a coded one; in raw blocks, if that takes fewer bytes."""
+    """Return a coded tensor of a tensor's values, in raw blocks if the code would not save 5 %."""
     found = encode(tensor)
     return LosslessTensor(_raw(tensor) if found is None else found, tensor.dtype, tensor.shape)
 
@@ -75,7 +73,7 @@ def code_masters(model: nn.Module) -> nn.Module:
 
 
 def code_in_place(model: nn.Module) -> None:
-    """Replace the values of parameters, which stay the same objects, where torch lets us."""
+    """Code the values of parameters, which stay the same objects, where torch can swap them."""
     with torch.device("cpu"):  # a test may have set another default
         _code_in_place(model)
 
@@ -117,7 +115,7 @@ def stored_bytes(master: Tensor) -> int:
 def _raw(tensor: Tensor) -> Tensor:
     flat = tensor.detach().contiguous().reshape(-1)
     blocks = [
-        _padded(torch.cat([torch.zeros(_UNIT, dtype=torch.uint8), part.view(torch.uint8)]))
+        _padded(torch.cat([torch.zeros(UNIT, dtype=torch.uint8), part.view(torch.uint8)]))
         for part in flat.split(BLOCK)
     ]
     sizes = torch.tensor([0, *(len(block) for block in blocks)])
@@ -129,4 +127,4 @@ def _raw(tensor: Tensor) -> Tensor:
 
 
 def _padded(data: Tensor) -> Tensor:
-    return torch.cat([data, torch.zeros(-len(data) % _UNIT, dtype=torch.uint8)])
+    return torch.cat([data, torch.zeros(-len(data) % UNIT, dtype=torch.uint8)])

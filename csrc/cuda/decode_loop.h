@@ -1,10 +1,9 @@
 // What the lanes of a warp do that decodes a run of 256 weights: the same code on the host, where tests run
 // it lane by lane, and on the device.
 //
-// Each lane has eight weights that follow one another: it loads 8 bytes of signs and mantissas, a byte of
-// each plane of bits, and stores 16 bytes at a time. It looks up four exponents with one permutation of
-// bytes. Which escapes are its own, it knows from the run's directory and from how many the lanes below it
-// have.
+// Each lane has eight weights that follow one another: it loads 8 bytes of signs and mantissas and a byte of
+// each plane of bits, and stores up to 16 bytes at a time. It looks up four exponents with one permutation of
+// bytes. The block's directory, and the number of escapes of the lanes below, tell which escapes are its own.
 #pragma once
 
 #include <cstddef>
@@ -36,7 +35,7 @@ struct Decoding : CodedBlocks {
   lossless::Parts last;
 };
 
-/// Four of the eight bytes of `low` and `high`, by four numbers of 4 bits, each less than 8.
+/// Four of the eight bytes of `low` and `high`, which four numbers of 4 bits name, each less than 8.
 DYNSWAP_BOTH std::uint32_t permute(std::uint32_t low, std::uint32_t high, std::uint32_t numbers) {
 #ifdef __CUDA_ARCH__
   return __byte_perm(low, high, numbers);
@@ -55,7 +54,8 @@ DYNSWAP_BOTH std::uint32_t spread_bits(std::uint32_t byte) {
   return (byte | byte << 3) & 0x11111111;
 }
 
-/// The numbers of 3 bits of a lane's weights, each in 4, from three planes; `all` gets the bits set in each.
+/// The 3-bit numbers of a lane's weights, each in 4 bits, from three planes; `all` gets the bits that are set
+/// in all planes.
 DYNSWAP_BOTH std::uint32_t numbers_of(const std::byte* planes, std::size_t plane, std::uint32_t& all) {
   const auto bits0 = static_cast<std::uint32_t>(planes[0]);
   const auto bits1 = static_cast<std::uint32_t>(planes[plane]);
@@ -80,7 +80,7 @@ class DecodingLane {
   static constexpr bool kF16 = std::is_same<From, F16>::value;
   static constexpr unsigned kWords = kLaneWeights * sizeof(From) / sizeof(std::uint32_t);
 
-  /// Loads all but the escapes; of a damaged block zeros.
+  /// Loads all but the escapes. The weights of a block that is too short are zeros.
   DYNSWAP_BOTH DecodingLane(const Decoding& from, std::size_t run, unsigned lane)
       : first_(run * lossless::kRunWeights + lane * kLaneWeights) {
     const std::size_t block = run / lossless::kRuns;
@@ -159,7 +159,7 @@ class DecodingLane {
     }
   }
 
-  /// Makes words_ what they are in memory.
+  /// Makes words_ the weights as they are in memory.
   DYNSWAP_BOTH void assemble(std::uint32_t before) {
     std::size_t escape = next_escape_ + before;
     for (std::uint32_t left = escapes_; left != 0; left &= left - 1, ++escape) {
@@ -209,8 +209,8 @@ class DecodingLane {
   std::size_t next_escape_ = 0;
   std::uint32_t signs_and_mantissas_[2] = {};
   std::uint32_t exponents_[2] = {};
-  std::uint32_t words_[kWords] =
-      {};  ///< the weights as in memory; before they are assembled, what is below tops
+  /// The weights as in memory; before they are assembled, what is below tops.
+  std::uint32_t words_[kWords] = {};
 };
 
 /// The runs that a launch decodes: [first, last).
@@ -220,7 +220,7 @@ DYNSWAP_BOTH std::size_t last_run(const Decoding& of) {
 }
 
 #ifndef __CUDA_ARCH__
-/// A warp's part, lane after lane.
+/// Decodes a warp's runs, lane after lane.
 template <class To, class From>
 void decode_on_host(To* dst, const Decoding& from, std::size_t warp, std::size_t warps) {
   for (std::size_t run = first_run(from) + warp; run < last_run(from); run += warps) {

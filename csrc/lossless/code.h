@@ -1,15 +1,15 @@
-// A lossless code of weights: what one block of it holds.
+// The lossless code of weights: one block.
 //
 // Note [The lossless code]
 // Trained weights use few of their exponents: a code of 3 bits names the seven commonest of a block, or says
-// that the exponent is in a list of escapes. Sign and mantissa stay as they are. All lies at places that
-// follow from the index of a weight, but for the escapes, of which a directory counts those before each run
-// of 256 weights: a run is decoded by itself, on a processor by vectors, on a device by a warp.
+// that the exponent is in a list of escapes. Sign and mantissa stay as they are. The place of all but the
+// escapes follows from the index of a weight. A directory has the number of escapes before each run of 256
+// weights, so that a run is decoded by itself: on a processor by vectors, on a device by a warp.
 // docs/lossless.md has the layout.
 //
-// To the code a weight has a top, which is laid out as a bfloat16 is (a sign, 8 bits of exponent, 7 of
-// mantissa), and the mantissa's other bits below: none, 16 of a float32, 3 of a float16, whose exponent has
-// but 5 bits.
+// The code divides a weight into a top, which is laid out as a bfloat16 is (a sign, 8 bits of exponent, 7 of
+// mantissa), and the mantissa's other bits below: none of a bfloat16, 16 of a float32, 3 of a float16. The
+// exponent of a float16 takes 5 of the 8 bits.
 #pragma once
 
 #include <array>
@@ -84,7 +84,7 @@ std::size_t encode_block(Scalar type, const void* src, std::size_t weights, std:
 /// weights.
 const char* check_block(Scalar type, const std::byte* src, std::size_t bytes, std::size_t weights) noexcept;
 
-/// With what blocks are decoded: what the processor has, or (for tests) what every processor has.
+/// Which instructions decode blocks: the best that the processor has, or (for tests) those that all have.
 enum class Instructions : std::uint8_t { best, portable };
 
 /// Decodes weights [first, first + count) of a block that has `weights` in all. Nothing needs to be aligned.

@@ -15,8 +15,7 @@
 namespace dynswap::lossless {
 namespace {
 
-/// A coded block. Its exponents by code, of an escape 0; and by two codes of 4 bits, as the tops of two
-/// weights.
+/// A coded block, and tables of its exponents. An escape has 0 in both.
 struct Coded {
   Coded(const std::byte* block, const Parts& where) noexcept : data(block), parts(where) {
     std::memcpy(by_code.data(), data + 1, kEscape);
@@ -24,7 +23,7 @@ struct Coded {
       by_pair[pair] = std::uint32_t{by_code[pair % kCodes]} << 7 | std::uint32_t{by_code[pair / 16]} << 23;
     }
   }
-  /// From planes of bits that begin at `planes`, what the three of them have for weights from `first` on.
+  /// The bits of weights from `first` on, in each of the three planes that begin at `planes`.
   template <class T>
   std::array<T, 3> bits(std::size_t planes, std::size_t first) const noexcept {
     const std::byte* const at = data + planes + first / 8;
@@ -39,10 +38,10 @@ struct Coded {
   const std::byte* data;
   Parts parts;
   alignas(16) std::array<std::uint8_t, 16> by_code{};
-  std::array<std::uint32_t, 16 * kCodes> by_pair{};
+  std::array<std::uint32_t, 16 * kCodes> by_pair{};  ///< by two codes of 4 bits: two exponents, as in tops
 };
 
-/// The bits of a byte, each the lowest of 4.
+/// By a byte: its bits, each the lowest of 4.
 constexpr auto kNibbles = [] {
   std::array<std::uint32_t, 256> nibbles{};
   for (std::uint32_t byte = 0; byte < nibbles.size(); ++byte) {
@@ -132,7 +131,7 @@ DYNSWAP_TARGET void decode_run_avx2(const Coded& block, std::size_t run, std::by
     const __m256i bytes = load_vector(block.data + block.parts.bytes + i);
     const __m256i signs = _mm256_and_si256(bytes, _mm256_set1_epi8(static_cast<char>(0x80)));
     const __m256i mantissas = _mm256_add_epi8(bytes, bytes);
-    // By halves of 16 bytes: the first 8 weights of each, and the others. The exponent from bit 8 on.
+    // Unpacking works on halves of 16 weights: `first` has the first 8 of each. Exponents begin at bit 8.
     __m256i first = _mm256_unpacklo_epi8(mantissas, exponents);
     __m256i second = _mm256_unpackhi_epi8(mantissas, exponents);
     __m256i low = _mm256_setzero_si256();
@@ -169,7 +168,7 @@ std::size_t rank_of(const std::byte* block, std::size_t run, std::size_t escapes
   return run == kRuns ? escapes : load<std::uint16_t>(block + kHeaderBytes + run * sizeof(std::uint16_t));
 }
 
-/// What is wrong with the length of a block; null if all its parts are there.
+/// What is wrong with the kind or the length of a block; null if all its parts are there.
 const char* check_length(Scalar type, const std::byte* src, std::size_t bytes, std::size_t weights) noexcept {
   if (!codable(type)) return "weights of this type are not coded";
   if (weights == 0 || weights > kBlockWeights) return "a block has 1 to 4096 weights";
@@ -246,7 +245,7 @@ bool decode_block(Scalar type, const std::byte* src, std::size_t bytes, std::siz
   }
   const Parts parts = parts_of(type, weights);
 #ifdef __GNUC__
-  // Short streams, which a processor does not foresee: from memory it is a fifth faster.
+  // The planes are too short for the processor to prefetch them: from memory it is a fifth faster.
   for (std::size_t at = parts.planes; at < bytes; at += 64) __builtin_prefetch(src + at);
 #endif
   const Coded block(src, parts);

@@ -43,7 +43,7 @@ std::uint8_t exponent_of(std::uint64_t tops, std::size_t of) noexcept {
 template <Scalar kType>
 BlockPlan plan(const std::byte* src, std::size_t weights) noexcept {
   constexpr std::size_t kSize = scalar_size(kType);
-  // Neighbours often have one exponent: in four counts none waits for the other.
+  // Neighbours often have the same exponent. With four tables, no increment waits for the one before it.
   std::array<std::array<std::uint16_t, 256>, 4> counts{};
   std::size_t i = 0;
   for (; i + 4 <= weights; i += 4) {
@@ -77,8 +77,8 @@ BlockPlan plan(const std::byte* src, std::size_t weights) noexcept {
   return {};
 }
 
-/// By a number, its three bits, each the lowest of a byte: eight of them, shifted by one more each, make a
-/// byte of each of three planes.
+/// By a number of 3 bits: each bit as the lowest of a byte. Those of weight i of eight, shifted by i, are its
+/// bits in a byte of each plane.
 constexpr std::array<std::uint32_t, kCodes> kSpread = {0,       1,       0x100,   0x101,
                                                        0x10000, 0x10001, 0x10100, 0x10101};
 

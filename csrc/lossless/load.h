@@ -1,4 +1,4 @@
-// Numbers in bytes that need not be aligned, and types as constants.
+// Numbers that need not be aligned, and types as constants.
 #pragma once
 
 #include <bit>

@@ -24,8 +24,7 @@ constexpr std::size_t weights_in(std::size_t block, std::size_t weights) noexcep
   return left < kBlockWeights ? left : kBlockWeights;
 }
 
-/// A tensor that is about to be coded. Looking at it tells how many bytes that takes, before there is memory
-/// for them.
+/// Codes a tensor. It knows how many bytes that takes before it needs memory for them.
 class Encoder {
  public:
   /// Looks at all weights, with so many threads at most. They are read again by write().
@@ -47,7 +46,7 @@ class Encoder {
 };
 
 /// What is wrong with an index, of which `src` has index_bytes(weights), for a coded tensor of `bytes`; empty
-/// if nothing is. Behind it each block lies within the tensor, and has the length of one.
+/// if nothing is. Then each block lies within the tensor, and is no longer than a block can be.
 std::string check_index(Scalar type, const std::byte* src, std::size_t bytes, std::size_t weights);
 /// What is wrong with a tensor's index, or with a block's header or directory; empty if nothing is.
 std::string check_tensor(Scalar type, const std::byte* src, std::size_t bytes, std::size_t weights);

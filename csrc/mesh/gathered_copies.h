@@ -30,8 +30,8 @@ namespace dynswap {
 /// brings wrong bytes. So nothing that a rank happens to do decides on collectives. In a pass (from one
 /// outermost call of the model to the next), each rank begins just those of the order in force, in that
 /// order. If the engine asks for the group that comes next, the bytes go to its place. If it asks for one a
-/// little later, those before it go to a scratch, and so do those that it has not asked for when the next
-/// pass begins, or for a while: other ranks may be waiting. What is asked for otherwise is copied whole. So
+/// little later, those before it go to a scratch, since other ranks may be waiting. So do those that it has
+/// not asked for after a while, or when the next pass begins. What is asked for otherwise is copied whole. So
 /// every order of accesses gets the right bytes, and one that all ranks share costs 1/N of them. A rank that
 /// does not call the model for a while, and finds that another one has, takes part in that pass in this way:
 /// ranks may call it as often as they like.
@@ -73,8 +73,8 @@ class GatheredCopies : public std::enable_shared_from_this<GatheredCopies> {
   /// then on groups are copied whole. Does nothing after close(), and in a forked child.
   void begin_pass();
 
-  /// Nothing follows, which the other ranks hear: it waits until all of them have. Idempotent; who comes
-  /// second waits for the first.
+  /// Tells the other ranks that this one takes no further part, and waits until all have heard it.
+  /// Idempotent; a second caller waits for the first.
   void close() noexcept;
 
   struct Figures {
@@ -85,7 +85,7 @@ class GatheredCopies : public std::enable_shared_from_this<GatheredCopies> {
     std::uint64_t unused = 0;          ///< groups that it has gathered for other ranks
     std::uint64_t whole = 0;           ///< groups copied whole that could have been gathered
     std::uint64_t received_bytes = 0;  ///< that came from other ranks
-    std::uint64_t private_bytes = 0;   ///< copied of masters that other ranks may have other ones of
+    std::uint64_t private_bytes = 0;   ///< copied of masters of which other ranks may have other bytes
     double whole_speed = 0;            ///< bytes a second of copies of whole groups; 0: not measured
     double gather_speed = 0;           ///< and of gathered ones
     std::string why_not;               ///< why there is no order in force; empty if there is one
@@ -141,7 +141,7 @@ class GatheredCopies : public std::enable_shared_from_this<GatheredCopies> {
 
   mutable Mutex mutex_;
   Condition changed_;  ///< there is something to do, or a copy has been issued
-  // LOCK: mutex_, all below. No group goes under it: what a source's owner does then is not known here.
+  // LOCK: mutex_, all below. No group is freed under it: what a source's owner does then is not known here.
   std::shared_ptr<Ranks> ranks_;                ///< until close()
   std::vector<std::shared_ptr<Backend>> open_;  ///< what around() was given, until it is closed
   std::vector<SharedGroupPtr> order_;

@@ -1,4 +1,4 @@
-// What an engine has for a backend whose copies are shared out among ranks.
+// The backend of an engine whose copies are shared out among ranks.
 #pragma once
 
 #include <atomic>
@@ -12,7 +12,8 @@
 
 namespace dynswap {
 
-/// The end of a copy that is gathered. Fields are set by the thread of GatheredCopies before `state`.
+/// The end of a copy that is gathered. Fields are set before `state`: by the thread of GatheredCopies, and
+/// after a failure by copy_whole_again().
 class GatheredCopies::Gathered final : public Event {
  public:
   enum class State : std::uint8_t { queued, issued, failed };
@@ -32,9 +33,9 @@ class GatheredCopies::Gathered final : public Event {
 
   const std::uint64_t read;        ///< bytes of masters
   std::shared_ptr<Backend> inner;  ///< LOCK: GatheredCopies::mutex_; null: any, and not known yet
-  SharedGroupPtr group;            ///< null once it is issued
+  SharedGroupPtr group;            ///< null once it is gathered
   std::byte* base;                 ///< null: the scratch
-  std::vector<Piece> own;          ///< behind what all ranks have; none once it is issued
+  std::vector<Piece> own;          ///< behind what all ranks have; none once it is gathered
   std::vector<EventPtr> after;     ///< what the memory is free after
   bool started = false;
   EventPtr share;  ///< the copy of this rank's part

@@ -49,7 +49,7 @@ class Ranks {
   /// Leaves a sentence about this rank for others that miss it; after a failure, they do not wait for it
   /// longer.
   virtual void note(const std::string& state, bool failed = false) noexcept = 0;
-  /// What the other ranks have left, as the end of a message; for one that could not be asked, that.
+  /// What the other ranks have left, as the end of a message. It says so of one that cannot be asked.
   virtual std::string states() noexcept = 0;
 };
 

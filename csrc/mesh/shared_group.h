@@ -23,13 +23,13 @@ struct SharedPart {
 struct SharedGroup {
   std::uint64_t identity = 0;   ///< of its bytes, and of their places in the group
   std::size_t part = 0;         ///< bytes on the device that each rank copies; 0: not worth a collective
-  WholeGroup group;             ///< without a base; what is in files is read from these alone
+  WholeGroup group;             ///< without a base; what is in files is not read from mappings
   std::uint64_t read = 0;       ///< bytes of masters that this rank copies
   std::uint64_t all_bytes = 0;  ///< of its masters
 };
 using SharedGroupPtr = std::shared_ptr<const SharedGroup>;
 
-/// A number that is another one for other numbers.
+/// A hash of two numbers.
 std::uint64_t mixed(std::uint64_t value, std::uint64_t with) noexcept;
 
 /// `identity`: a number for a source's bytes; 0 if other ranks may have other ones.

@@ -13,7 +13,7 @@ namespace dynswap {
 
 namespace {
 
-/// The tensor that a source is a part of, as a source in memory. (Its file may be closed before this goes.)
+/// The tensor that a source is a part of, as a source in memory: its file may be closed earlier.
 SourcePtr whole_in_memory(const HeldContent& held, const Source& part) {
   auto whole = std::make_shared<Source>();
   whole->name = part.name;

@@ -12,7 +12,7 @@
 
 namespace dynswap {
 
-/// What `HeldContent` of dynswap_ext/_swap/subclasses.py is: where the values of a coded master are.
+/// Where the values of a coded master are: a `HeldContent` of dynswap_ext/_swap/subclasses.py.
 struct HeldContent {
   explicit HeldContent(const py::tuple& given)
       : content(given[0]),
@@ -30,7 +30,7 @@ struct HeldContent {
 /// of a `Content` are all that it asks for, so no other thread takes the GIL in between.
 class PythonContent final : public MasterContent {
  public:
-  /// `source`: the master's, if it is coded.
+  /// `source`: the master's. Not needed if the values are plain.
   PythonContent(HeldContent held, const at::Tensor& master, const Source* source = nullptr);
   ~PythonContent() override;
 

@@ -10,11 +10,11 @@
 namespace dynswap {
 
 /// Note [A coded master]
-/// A LosslessTensor (dynswap_ext/lossless/tensor.py) has coded bytes, of which the engine's copies are
-/// decoded, until somebody writes to it: from then on it has plain values in memory. So a handed-out tensor
+/// A LosslessTensor (dynswap_ext/lossless/tensor.py) has coded bytes, from which the engine's copies are
+/// decoded, until somebody writes to it. From then on it has plain values in memory. So a handed-out tensor
 /// asks its master's content for the values to compare with, and for the memory to write to. No watch tells
-/// of writes to that memory until the session looks at the master again. So whoever has a copy of coded bytes
-/// takes a master that is plain by now as written, and compares with what was coded.
+/// of writes to that memory until the session looks at the master again. So if a handed-out tensor is of
+/// coded bytes, and its master is plain by now, the master counts as written, and what was coded is compared.
 ///
 /// Any thread may ask, with the GIL or without.
 class MasterContent : public std::enable_shared_from_this<MasterContent> {
@@ -29,15 +29,15 @@ class MasterContent : public std::enable_shared_from_this<MasterContent> {
   virtual at::Tensor values() const = 0;
   /// If it was coded: what the coded bytes stand for, as values(), also when it has others by now.
   virtual at::Tensor coded_values() const = 0;
-  /// The memory of its values, which is not coded from now on.
+  /// The memory of its values. Decodes them for good.
   virtual at::Tensor memory() = 0;
-  /// The same content, as that of a master that was plain in the beginning.
+  /// Decodes for good, and returns the content of a master that was plain in the beginning.
   virtual std::shared_ptr<MasterContent> as_plain() = 0;
-  /// The same content as one that does not keep its bytes, and cannot be asked for any.
+  /// A reference to the content that does not keep its bytes, and cannot be asked for any.
   virtual std::shared_ptr<MasterContent> without_bytes() = 0;
-  /// The same content as one that keeps its bytes. To be called while the master is alive.
+  /// A reference to the content that keeps its bytes. To be called while the master is alive.
   virtual std::shared_ptr<MasterContent> with_bytes() = 0;
-  /// Where its values are, or would be: masters that share a coded content share places in it.
+  /// Where its values are, or would be if it were plain. Masters that share a content have places in one.
   virtual Sharing::Place place() = 0;
 };
 

@@ -40,7 +40,7 @@ struct Registry {
   }
 };
 
-/// Held by nobody while the process forks.
+/// Holds the registry's lock, and no fork happens meanwhile.
 struct Locked {
   Registry& registry = Registry::get();
   NoFork no_fork;

@@ -22,7 +22,7 @@ struct MasterRecord;
 /// write back to one bumps it, and what waits to be written back to the other would be dropped, as if its
 /// master had been written by somebody else. So a counter that has moved is a question:
 /// - Are all of these bumps write backs of ours, to masters without a byte of this one? Each is credited to
-///   the others on its counter (`Seen::ours`). Which those are shows when the counter moves.
+///   the others on its counter (`Seen::ours`). bump() finds them by their version.
 /// - Has the user written to the neighbours? Where the master is a part of a storage, and its bytes are
 ///   watched so that no write goes unseen, the watch answers.
 /// Masters that do overlap are one memory in plain torch, where a write to one is a write to both. So before
@@ -43,7 +43,7 @@ class Sharing {
     const std::byte* end = nullptr;
     bool page_locked = false;  ///< by the user: a device may write to it
 
-    /// Of a master that is copyable().
+    /// The place of a master that is copyable().
     static Place of(const at::Tensor& master);
   };
 

@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 from dynswap_ext._python import saved_hooks
 from dynswap_ext._python.attribute import ModuleState
 from dynswap_ext._python.calls import inside_call, keep
-from dynswap_ext._python.coded_masters import is_range, memory_of
+from dynswap_ext._python.coded_masters import memory_of
 from dynswap_ext._python.destination import Destination
 from dynswap_ext._python.device_copy import DeviceCopy, Weight
 from dynswap_ext._python.held_copies import HeldCopies, drop, exclusive, held
@@ -325,7 +325,7 @@ def is_plain(master: torch.Tensor) -> bool:
     """Return whether a master's bytes can be copied and compared. Others are converted at each access."""
     return (
         type(master) in _PLAIN
-        and (type(master) is not LosslessTensor or master.coded is None or is_range(master))
+        and (type(master) is not LosslessTensor or master.coded is None or master.is_range())
         and master.is_cpu
         and master.numel() > 0
         and master.layout is torch.strided

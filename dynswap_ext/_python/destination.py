@@ -8,7 +8,6 @@ import torch
 from torch import nn
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
-from dynswap_ext._python.coded_masters import is_range
 from dynswap_ext.lossless.tensor import LosslessTensor
 
 
@@ -42,7 +41,9 @@ class Destination:
         ):
             return True
         there = master.device == self.device and master.dtype == self.dtype_for(master)
-        return there and not (type(master) is LosslessTensor and is_range(master))
+        return there and not (
+            type(master) is LosslessTensor and master.coded is not None and master.is_range()
+        )
 
     def bytes_for(self, master: torch.Tensor) -> int:
         return master.numel() * self.dtype_for(master).itemsize

@@ -64,7 +64,7 @@ def _held_content(master: LosslessTensor) -> HeldContent | bool:
     coded = content.coded  # read first: it is dropped after `plain` is set
     if coded is None:
         return HeldContent(content, master.decoded(), None, master.numel())
-    if master.dtype != content.dtype or not master.is_contiguous():
+    if not master.is_range():
         return False
     return HeldContent(content, coded, int(master.storage_offset()), content.count)
 

@@ -1,4 +1,4 @@
-"""Encodes and decodes weights without loss: by the native extension on the CPU, else by torch's operations.
+"""Encode and decode weights without loss: by the native extension on the CPU, else by torch's operations.
 
 Weights are coded in blocks of 4096, and any block can be decoded without the others: Note [The lossless
 code]. docs/lossless.md has the layout. A tensor that would not be 5 % smaller is not coded.
@@ -24,7 +24,7 @@ _ESCAPE: Final = 7
 #: Blocks take multiples of so many bytes.
 UNIT: Final = 16
 _HEADER: Final = 16
-_RANKS: Final = 2 * (BLOCK // _RUN)
+_DIRECTORY: Final = 2 * (BLOCK // _RUN)
 #: Blocks at a time. They bound the memory on top of the result, and on the CPU they fit into its caches.
 _AT_ONCE_CPU: Final = 64
 _AT_ONCE_DEVICE: Final = 4096
@@ -34,7 +34,10 @@ extension: Callable[[], Any] = lambda: None  # noqa: E731
 
 
 def encode(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return the coded bytes of a plain tensor, uint8 on its device; None if they would not be 5 % fewer."""
+    """Return the coded bytes of a plain tensor, uint8 on its device.
+
+    None if they would not be 5 % fewer, or its dtype is not coded.
+    """
     if tensor.dtype not in CODABLE or tensor.numel() == 0:
         return None
     flat = tensor.detach().reshape(-1).contiguous()
@@ -92,7 +95,7 @@ _traced.register_fake(lambda coded, dtype, count, first, length: coded.new_empty
 
 
 def fits(nbytes: int, dtype: torch.dtype, count: int) -> bool:
-    """Return whether so many bytes may be the code of `count` weights, before any of them is read."""
+    """Return whether so many bytes are enough for the code of `count` weights, of which there are some."""
     whole, rest = divmod(count, BLOCK)
     of_block, of_rest = (min(_fixed(dtype, n), _HEADER + n * dtype.itemsize) for n in (BLOCK, rest))
     least = _first_block(whole + (rest > 0)) + whole * of_block + (of_rest if rest else 0)
@@ -115,7 +118,7 @@ def _units(nbytes: Any) -> Any:
 def _fixed(dtype: torch.dtype, weights: int) -> int:
     """Return the bytes of a coded block before its escapes."""
     padded = -(-weights // _RUN) * _RUN
-    return _HEADER + _RANKS + sum(_sizes(dtype, padded))
+    return _HEADER + _DIRECTORY + sum(_sizes(dtype, padded))
 
 
 def _sizes(dtype: torch.dtype, padded: int) -> tuple[int, int, int, int]:
@@ -125,7 +128,7 @@ def _sizes(dtype: torch.dtype, padded: int) -> tuple[int, int, int, int]:
 
 
 def _places(begins: torch.Tensor, units: int) -> torch.Tensor:
-    """Return the numbers of the units of blocks that begin at `begins` and have `units` each."""
+    """Return the indices of the units of blocks that begin at `begins` and have `units` each."""
     return (begins[:, None] + torch.arange(units, device=begins.device)).reshape(-1)
 
 
@@ -137,7 +140,7 @@ def _ranks(escaped: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _bits(count: int, device: torch.device) -> torch.Tensor:
-    # Made on the device, as the copy of a list would be waited for.
+    # Made on the device: copying a list there would block.
     return torch.arange(count, dtype=torch.uint8, device=device)
 
 
@@ -158,7 +161,7 @@ def _of_planes(planes: torch.Tensor) -> torch.Tensor:
 
 
 def _encoded(flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the sizes of blocks, and their bytes. The blocks are whole, or there is one of less weights."""
+    """Return the sizes of coded blocks, and their bytes. Blocks are whole, or there is one shorter one."""
     weights, device = min(flat.numel(), BLOCK), flat.device
     raw = flat.view(torch.uint8).reshape(-1, weights * flat.itemsize)
     blocks, padded = len(raw), -(-weights // _RUN) * _RUN
@@ -224,7 +227,7 @@ def _checked_index(coded: torch.Tensor, dtype: torch.dtype, count: int) -> torch
 
 
 def _decoded(coded: torch.Tensor, dtype: torch.dtype, index: torch.Tensor, weights: int) -> torch.Tensor:
-    """Return the weights of neighbouring blocks. Blocks are whole, or there is one of less."""
+    """Return the weights of neighbouring blocks. Blocks are whole, or there is one shorter one."""
     data = coded[int(index[0]) : int(index[-1])].clone()
     rows, begins = data.view(-1, UNIT), (index[:-1] - index[0]) // UNIT
     header = rows.index_select(0, begins)
@@ -242,7 +245,7 @@ def _decoded(coded: torch.Tensor, dtype: torch.dtype, index: torch.Tensor, weigh
     header, escapes, begins = header[~is_raw], escapes[~is_raw], begins[~is_raw]
     blocks, padded = len(begins), -(-weights // _RUN) * _RUN
     content = rows.index_select(0, _places(begins, fixed // UNIT)).reshape(blocks, fixed)
-    sizes = [_HEADER, _RANKS, *_sizes(dtype, padded)]
+    sizes = [_HEADER, _DIRECTORY, *_sizes(dtype, padded)]
     _, ranks, low, mantissa, planes, low_planes = torch.split(content, sizes, dim=1)
     codes = _of_planes(planes)
     escaped = codes == _ESCAPE

@@ -43,7 +43,7 @@ class Content:
     count: int
     #: What errors call them.
     origin: str
-    #: A number that the native provider gives it, to know which masters share it.
+    #: An address that the native provider gives it, to know which masters share it. No memory has it.
     place: int | None = field(default=None, init=False)
     _shown: torch.UntypedStorage | None = field(default=None, init=False)
 
@@ -75,7 +75,7 @@ class Content:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all plain values."""
+        """Bytes of the storage of the plain values, or of all values while they are coded."""
         plain = self.plain
         return self.count * self.dtype.itemsize if plain is None else plain.untyped_storage().nbytes()
 
@@ -96,7 +96,7 @@ class Content:
         return _wrapper(self, dtype, size, stride, offset)
 
     def end_of(self, dtype: torch.dtype, size: Any, stride: Any, offset: int) -> int:
-        """Return after which element a view ends. RuntimeError if that is outside of what is held."""
+        """Return after which element a view ends. RuntimeError if the view is outside of what is held."""
         last = sum((length - 1) * step for length, step in zip(size, stride, strict=True))
         end: int = offset if 0 in size else offset + last + 1
         if min(*size, *stride, offset, 0) < 0 or end * dtype.itemsize > self.nbytes:
@@ -104,7 +104,7 @@ class Content:
         return end
 
     def decoded(self, coded: torch.Tensor, first: int, length: int) -> torch.Tensor:
-        """Decode weights, in one dimension. SourceError if the bytes are damaged; it names where they are."""
+        """Return decoded weights, in one dimension. SourceError if the bytes are damaged; it has `origin`."""
         try:
             return decode(coded, self.dtype, self.count, first, length)
         except SourceError as error:
@@ -126,8 +126,8 @@ class LosslessTensor(torch.Tensor):
     Parameters
     ----------
     coded
-        uint8, one dimension: the bytes that `dynswap_ext.lossless.code.encode` makes. They are not checked
-        before they are read.
+        uint8, one dimension: the bytes that `dynswap_ext.lossless.code.encode` makes. Only their number is
+        checked before they are read.
     dtype
         The dtype of the weights: bfloat16, float16 or float32.
     shape
@@ -138,7 +138,7 @@ class LosslessTensor(torch.Tensor):
     Raises
     ------
     ConfigError
-        The dtype is never coded, or `coded` is not bytes in one dimension.
+        The dtype is never coded, or `coded` is not bytes in one dimension, or too short for the shape.
     """
 
     _dynswap_content: Content
@@ -147,7 +147,7 @@ class LosslessTensor(torch.Tensor):
     def __new__(
         cls, coded: torch.Tensor, dtype: torch.dtype, shape: Sequence[int], origin: str = ""
     ) -> LosslessTensor:
-        """Make a wrapper around coded bytes."""
+        """Return a wrapper around coded bytes."""
         if dtype not in CODABLE:
             raise ConfigError(f"dtype is {dtype}; expected one that is coded: {', '.join(map(str, CODABLE))}")
         stand_in = torch.empty(shape, dtype=dtype, device="meta")
@@ -180,7 +180,7 @@ class LosslessTensor(torch.Tensor):
             return self.decoded()
 
     def decoded(self) -> torch.Tensor:
-        """Return a plain tensor of the values. It is new while this one is coded, and else a view of it."""
+        """Return a plain tensor of the values: a new one while they are coded, and else in their memory."""
         return self._dynswap_content.shown(*_geometry(self))
 
     def make_plain(self) -> torch.Tensor:
@@ -196,7 +196,7 @@ class LosslessTensor(torch.Tensor):
 
     @property
     def data(self) -> torch.Tensor:
-        """An alias without gradients. Assigned values take the place of the present ones, for this alone."""
+        """An alias without gradients. Assigned values replace those of this tensor, not of its aliases."""
         return _data.__get__(self)  # type: ignore[no-any-return]
 
     @data.setter
@@ -208,7 +208,7 @@ class LosslessTensor(torch.Tensor):
         self._dynswap_content = new._dynswap_content
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        """Return the storage of the bytes as they are held now, coded or plain. It tells what is shared."""
+        """Return the storage of the bytes that are held now, coded or plain. Aliases have the same."""
         return self._dynswap_content.storage()
 
     def _typed_storage(self) -> Any:
@@ -219,7 +219,7 @@ class LosslessTensor(torch.Tensor):
         return self._dynswap_content.held.is_shared()  # type: ignore[no-any-return, no-untyped-call]
 
     def data_ptr(self) -> int:
-        """Return the address of plain values, as it is there to read and write them. Decodes for good."""
+        """Return the address of the plain values, which may be written there. Decodes for good."""
         return self.make_plain().data_ptr()
 
     def numpy(self, *, force: bool = False) -> Any:
@@ -234,7 +234,7 @@ class LosslessTensor(torch.Tensor):
         return self.decoded().tolist()
 
     def _given_away(self) -> torch.Tensor:
-        # Torch refuses one that requires grad.
+        # With requires_grad, so that torch refuses it as it refuses a plain tensor.
         return self.make_plain().detach().requires_grad_(self.requires_grad)
 
     # ---- taking apart, copying, pickling -------------------------------------------------------------------
@@ -247,7 +247,7 @@ class LosslessTensor(torch.Tensor):
             content.count,
             getattr(self, "_is_param", False),
             *_geometry(self),
-        )  # equal for equal layers: a graph serves all
+        )  # equal for equal layers, so that one graph serves all
 
     def _stable_hash_for_caching(self) -> str:
         return repr((self.__tensor_flatten__(), self._dynswap_content.held.shape))
@@ -298,7 +298,7 @@ class LosslessTensor(torch.Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        # In inference mode also operations arrive that are made of others, as `to` and `contiguous`.
+        # In inference mode, composite operations such as `to` and `contiguous` arrive here, too.
         if func._can_decompose() and (made := func.decompose(*args, **kwargs)) is not NotImplemented:
             return made
         first, parameters = args[0] if args else None, func._schema.arguments
@@ -344,14 +344,17 @@ class LosslessTensor(torch.Tensor):
         result = func(*tree_map(decoded, args), **tree_map(decoded, kwargs))
         if func is aten._to_copy.default:
             return of_plain(result)  # of the same class, so that a module's `to` keeps its parameter objects
-        # If a tensor that was written to is returned, that is the one that was given.
+        # An operation that returns its argument returns the wrapper that was given.
         return tree_map(lambda value: givers.get(id(value), value), result)
+
+    def is_range(self) -> bool:
+        """Return whether the elements are a contiguous range of the weights that were coded."""
+        return self.dtype == self._dynswap_content.dtype and self.is_contiguous()
 
     def is_whole(self) -> bool:
         """Return whether the coded bytes stand for this tensor, and not for one of which it is a view."""
         content = self._dynswap_content
-        same = self.dtype == content.dtype and self.numel() == content.count
-        return content.coded is not None and same and self.is_contiguous()
+        return content.coded is not None and self.numel() == content.count and self.is_range()
 
     def _stand_in(self) -> torch.Tensor:
         """Return a tensor without memory that has the same geometry."""
@@ -361,7 +364,7 @@ class LosslessTensor(torch.Tensor):
     def _view(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func is aten._neg_view.default:  # a wrapper shows no lazy views
             return func(self.make_plain())
-        with torch.inference_mode(self.is_inference()):  # as views are what their tensor is
+        with torch.inference_mode(self.is_inference()):  # a view of an inference tensor is one
             made = func(self._stand_in(), *args[1:], **kwargs)
             return tree_map(lambda each: _alias(self._dynswap_content, each), made)
 
@@ -373,7 +376,7 @@ def attributes_of(tensor: torch.Tensor) -> dict[str, Any]:
 
 
 def encoded(tensor: torch.Tensor, origin: str = "") -> torch.Tensor:
-    """Return a `LosslessTensor` of a plain tensor's values, or the tensor itself if that is no larger."""
+    """Return a `LosslessTensor` of a plain tensor's values, or that tensor where `encode` returns None."""
     coded = encode(tensor)
     return tensor if coded is None else LosslessTensor(coded, tensor.dtype, tensor.shape, origin)
 

@@ -55,7 +55,7 @@ struct CodedWeights {
   std::shared_ptr<const Coding> coding;
 };
 
-/// Weights as layers have them, some of which are coded raw, in blocks of every length.
+/// Weights as layers have them, and between them blocks that are coded raw.
 inline CodedWeights some_weights(Scalar type, std::size_t count, std::uint64_t seed) {
   Random random(seed);
   Bytes all;
@@ -70,7 +70,7 @@ inline CodedWeights some_weights(Scalar type, std::size_t count, std::uint64_t s
   return {type, std::move(all)};
 }
 
-/// Some function of each element, whatever the types are.
+/// Stands in for a cast: some function of each element, whatever the types are.
 inline void mix(void* dst, Scalar dst_type, const void* src, Scalar src_type, std::size_t count) {
   const std::size_t to = scalar_size(dst_type), from = scalar_size(src_type);
   for (std::size_t i = 0; i < count; ++i) {
@@ -81,7 +81,7 @@ inline void mix(void* dst, Scalar dst_type, const void* src, Scalar src_type, st
   }
 }
 
-/// Elements [first, first + count) as they have to arrive, cast by `cast` if they are.
+/// Elements [first, first + count) as they have to arrive, by `cast` if the types differ.
 inline Bytes right(const CodedWeights& weights, Scalar wanted, std::uint64_t first, std::uint64_t count,
                    CastFn cast = mix) {
   const std::byte* const plain = weights.plain.data() + first * scalar_size(weights.type);

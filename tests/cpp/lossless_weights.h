@@ -16,7 +16,7 @@ namespace dynswap::test {
 using Bytes = std::vector<std::byte>;
 inline constexpr std::array<Scalar, 3> kCodable = {Scalar::bf16, Scalar::f32, Scalar::f16};
 
-/// Where the exponent is.
+/// The size of a type in bytes, the place of its exponent, and the largest exponent.
 struct Bits {
   explicit Bits(Scalar type)
       : size(scalar_size(type)),
@@ -51,7 +51,7 @@ Bytes weights_with(Scalar type, std::size_t count, Random& random, const Draw& d
   return weights;
 }
 
-/// As a trained layer's are: each smaller exponent half as often as the one above it.
+/// Weights as a trained layer has them: each smaller exponent half as often as the one above it.
 inline Bytes trained(Scalar type, std::size_t count, std::uint64_t seed) {
   Random random(seed);
   const unsigned largest = type == Scalar::f16 ? 12 : 122;
@@ -62,7 +62,7 @@ inline Bytes trained(Scalar type, std::size_t count, std::uint64_t seed) {
   });
 }
 
-/// Every exponent equally often.
+/// Weights that have every exponent equally often.
 inline Bytes noise(Scalar type, std::size_t count, std::uint64_t seed) {
   Random random(seed);
   return weights_with(type, count, random,
@@ -83,7 +83,7 @@ inline Bytes encoded_tensor(Scalar type, const Bytes& weights, int threads = 1) 
   return coded;
 }
 
-/// A block as the page says, weight by weight.
+/// A block as docs/lossless.md describes it, weight by weight.
 inline Bytes block_by_the_page(Scalar type, const Bytes& weights) {
   const Bits bits(type);
   const std::size_t count = weights.size() / bits.size;
