@@ -202,6 +202,7 @@ bool decode(const Coded& block, std::size_t escapes, std::size_t first, std::siz
     whole_run(block, run, to);
     std::size_t escape = rank_of(block.data, run / kRunWeights, escapes);
     const std::size_t next = rank_of(block.data, run / kRunWeights + 1, escapes);
+    if (run == 0 && escape != 0) return false;
     for (std::size_t at = 0; at < kRunWeights; at += 64) {
       for (std::uint64_t left = block.escapes(run + at); left != 0; left &= left - 1, ++escape) {
         if (escape >= next || next > escapes) return false;

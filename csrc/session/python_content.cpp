@@ -82,6 +82,7 @@ at::Tensor PythonContent::memory() {
     const py::object coded = field("coded");  // goes once the content is plain
     held_.content.attr("plain") = plain;
     held_.content.attr("coded") = py::none();
+    held_.content.attr("_shown") = py::none();
   }
   return shown(field("plain").cast<at::Tensor>(), offset_);
 }

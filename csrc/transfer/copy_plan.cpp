@@ -36,8 +36,8 @@ std::size_t place(std::optional<std::uint64_t> begin, std::size_t used) noexcept
 
 /// The part of the index that has a coded piece's blocks, and where the last one ends: bytes from its own
 /// begin.
-StoredRange range_of_index(const Piece& piece) {
-  const BlockRange blocks = piece.source->blocks(piece.first, piece.count);
+StoredRange range_of_index(const Source& source, std::uint64_t first, std::uint64_t count) {
+  const BlockRange blocks = source.blocks(first, count);
   constexpr std::size_t kEntry = sizeof(std::uint64_t);
   return {blocks.first * kEntry, (blocks.first + blocks.count + 1) * kEntry};
 }
@@ -50,7 +50,7 @@ Piece index_of(const Piece& piece) {
   index->count = coding->blocks.size() * sizeof(std::uint64_t);
   index->address = reinterpret_cast<const std::byte*>(coding->blocks.data());
   index->owner = coding;
-  const StoredRange range = range_of_index(piece);
+  const StoredRange range = range_of_index(*piece.source, piece.first, piece.count);
   return {index, range.begin, range.bytes(), nullptr};
 }
 
@@ -76,8 +76,11 @@ bool refresh(const Source& source) {
   if (!writes) return false;
   if (copy.as_of == writes) return true;
   if (std::exchange(copy.seen, writes) != writes) return false;
-  const StoredRange range = source.stored_range(0, source.count);
-  fetch_from_memory(source, range.begin, copy.bytes.get() + range.begin, range.bytes());
+  const auto fetch = [&](const StoredRange& range) {
+    fetch_from_memory(source, range.begin, copy.bytes.get() + range.begin, range.bytes());
+  };
+  fetch(source.stored_range(0, source.count));
+  if (source.coding) fetch(range_of_index(source, 0, source.count));
   copy.as_of = writes;
   return true;
 }
@@ -233,7 +236,8 @@ std::vector<CopyBatch> plan_copies(const CopyRequest& request, DeviceAbilities d
       landing.from = in_reach(source, source.stored_range(piece.first, piece.count));
       landing.convert = path == CopyPath::convert_after;
       if (!source.coding) continue;
-      landing.index = in_reach(source, range_of_index(piece));  // the coded tensor begins with it
+      landing.index = in_reach(
+          source, range_of_index(source, piece.first, piece.count));  // the coded tensor begins with it
     }
     batches.push_back(std::move(direct));
     Chunks chunks(ring, reads, device, batches);

@@ -192,4 +192,26 @@ TEST(lossless_blocks_that_are_damaged_are_noticed_or_harmless) {
   EXPECT(noticed > 500 && unsound > 500);
 }
 
+TEST(lossless_directories_that_do_not_begin_with_0_are_refused) {
+  constexpr std::size_t kWeights = 500;
+  for (const Scalar type : kCodable) {
+    Bytes block = encoded(type, trained(type, kWeights, 3));
+    EXPECT(block[0] == std::byte{1});
+    const auto add_one = [&](std::size_t at) {
+      std::uint16_t number = 0;
+      std::memcpy(&number, &block[at], sizeof(number));
+      ++number;
+      std::memcpy(&block[at], &number, sizeof(number));
+    };
+    add_one(kEscapesAt);
+    for (std::size_t run = 0; run < kRuns; ++run) add_one(kHeaderBytes + 2 * run);
+    block.resize(align_up(block.size() + 1, kAlignment));
+    Bytes out(kWeights * scalar_size(type));
+    for (const std::size_t bytes : {block.size() - kAlignment, block.size()}) {
+      for (const Instructions instructions : kInstructions)
+        EXPECT(!decode_block(type, block.data(), bytes, kWeights, 0, kWeights, out.data(), instructions));
+    }
+  }
+}
+
 }  // namespace dynswap::test
