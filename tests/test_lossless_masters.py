@@ -272,6 +272,30 @@ def test_writes(provider: Provider, how: str, inside: bool, budget: Any, dtype: 
     assert is_coded(model.get_parameter("layers.3.weight"))
 
 
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("dtype", [None, torch.float32])
+def test_a_tensor_that_was_given_data(provider: Provider, inside: bool, dtype: torch.dtype | None) -> None:
+    if not provider.native:
+        pytest.skip("pure Python loses it in a forward (docs/limits.md)")
+    model, _ = networks()
+    provider.install(model, dtype=dtype)
+
+    def give(module: nn.Module) -> None:
+        weight: Any = module.weight
+        weight.data = torch.full_like(weight, 3)
+        testing.assert_bit_equal(weight.detach() * 2, torch.full_like(weight, 6))
+        with torch.no_grad():
+            weight[0] = 5  # reaches the master, as before
+
+    if inside:
+        model.written = lambda m: give(m.layers[2])
+        model(tokens(provider))
+    else:
+        give(model.layers[2])
+    master = model.get_parameter("layers.2.weight").detach() + 0
+    assert (master[0] == 5).all() and (master[1:] == 3).all()
+
+
 def test_what_is_handed_out_and_only_read_leaves_the_master_coded(provider: Provider) -> None:
     model, plain = networks()
     provider.install(model, dtype=torch.float32)

@@ -245,7 +245,9 @@ def give_data(
         handed_out = next((fetched for fetch in fetches if (fetched := fetch(master)) is not None), None)
     if handed_out is None or handed_out.shape != value.shape or handed_out.dtype != value.dtype:
         return None
-    _plain.data.__set__(tensor, _plain.detach(handed_out))
+    # A LosslessTensor has no memory of its own.
+    shown = handed_out.make_plain() if isinstance(handed_out, LosslessTensor) else handed_out
+    _plain.data.__set__(tensor, _plain.detach(shown))
     _note_alias(handed_out, tensor)
     return handed_out
 
