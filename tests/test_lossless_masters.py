@@ -296,6 +296,22 @@ def test_a_tensor_that_was_given_data(provider: Provider, inside: bool, dtype: t
     assert (master[0] == 5).all() and (master[1:] == 3).all()
 
 
+@pytest.mark.parametrize("kind", ["coded", "buffer"])
+def test_a_deep_copy_of_masters_that_share_memory(provider: Provider, kind: str) -> None:
+    base = torch.zeros(2, 4, 8)
+    model = nn.ModuleList(nn.Module() for _ in range(2))
+    for layer, part in zip(model, coded(base) if kind == "coded" else base, strict=True):
+        if kind == "coded":
+            layer.weight = nn.Parameter(part, requires_grad=False)
+        else:
+            layer.register_buffer("weight", part)
+    provider.install(model, dtype=torch.float64)
+    weight: Any = model[1].weight
+    weight.view(-1)[:8] = 1
+    made: Any = copy.deepcopy(model)
+    assert made[1].weight.sum() == 8, "the first module's copy has taken this one's memory along"
+
+
 def test_what_is_handed_out_and_only_read_leaves_the_master_coded(provider: Provider) -> None:
     model, plain = networks()
     provider.install(model, dtype=torch.float32)

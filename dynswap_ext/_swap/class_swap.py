@@ -33,7 +33,7 @@ from dynswap_ext._swap.module_registry import note_joined
 from dynswap_ext._swap.other_offloading import WATCHED, refuse_hook
 from dynswap_ext._swap.parameter_proxy import master_of, stand_in
 from dynswap_ext._swap.parametrized import copy_over, is_copy, made_by_torch
-from dynswap_ext._swap.plain_copies import copiers_for, made_plain, plain_reduction, plain_state
+from dynswap_ext._swap.plain_copies import copiers_for, is_part, made_plain, plain_reduction, plain_state
 from dynswap_ext._swap.read_by_graphs import before_name, dtype_name, live_name
 from dynswap_ext._swap.set_attributes import take_attributes
 from dynswap_ext._swap.state import is_scripted, modules_of, original_class, session_of, set_class
@@ -302,6 +302,7 @@ def _behaviour_over(base: type) -> type:
 
         def __reduce_ex__(self, protocol: Any) -> Any:
             _flush_module(self)
+            _flush_sharing(self)
             return plain_reduction(self, super().__reduce_ex__(protocol))
 
         if sys.version_info >= (3, 11):  # since then every class has `__getstate__`
@@ -418,6 +419,17 @@ def _flush_module(module: Any) -> None:
         release_inputs()
         take_attributes()
         session.flush_module(module)
+
+
+def _flush_sharing(module: Any) -> None:
+    """Bring all masters up to date if one of the module's shares memory: `deepcopy` copies that once.
+
+    So it copies, with this module, what modules have whose turn comes later.
+    """
+    session = session_of(module)
+    masters = (*module._parameters.values(), *module._buffers.values())
+    if session is not None and any(is_part(master) for master in masters if master is not None):
+        session.flush()
 
 
 def _may_be_swapped(module: nn.Module) -> bool:

@@ -14,6 +14,7 @@ from torch import nn
 
 from dynswap_ext._swap.casting import note_copy
 from dynswap_ext._swap.state import STATE_KEY, as_plain, original_class, set_class
+from dynswap_ext.lossless.tensor import LosslessTensor
 
 _NEW_OBJECT: Final = (copyreg.__newobj__, copyreg.__newobj_ex__)  # type: ignore[attr-defined]
 _RECONSTRUCT: Final = copyreg._reconstructor  # type: ignore[attr-defined]
@@ -104,6 +105,15 @@ def made_plain(module: Any, replica: Any) -> Any:
         vars(replica).pop(STATE_KEY, None)
         set_class(replica, original_class(type(replica)))
     return replica
+
+
+def is_part(master: torch.Tensor) -> bool:
+    """Return whether a master is a part of something, which other masters may have parts of, too."""
+    if isinstance(master, LosslessTensor):
+        return master.nbytes != master._dynswap_content.nbytes
+    if type(master) not in (torch.Tensor, nn.Parameter) or master.is_nested:
+        return False
+    return master.layout is torch.strided and master.nbytes != master.untyped_storage().nbytes()
 
 
 def plain_state(state: Any) -> Any:
