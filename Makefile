@@ -46,7 +46,7 @@ WHEEL_TESTS := $(addprefix tests/,test_extension_libraries.py test_install.py co
 # Of Python and torch, for `make wheels`.
 PAIRS ?= $(shell $(PYTHON) build_backend/dynswap_build/supported.py)
 # torch brings these, and has them loaded before the extension is.
-REPAIR := auditwheel repair $(addprefix --exclude ,libc10.so libtorch_cpu.so libtorch_python.so)
+REPAIR := auditwheel repair $(addprefix --exclude ,libc10.so libtorch.so libtorch_cpu.so libtorch_python.so)
 # Not in the tree: it has a link to /, which setuptools would follow through all files of the machine.
 WINE_FOLDER ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/dynswap-wine
 MATRIX_ARGS ?=

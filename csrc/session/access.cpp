@@ -333,8 +333,10 @@ at::Tensor Session::fetch_again(Weight& weight, const at::Tensor& master, std::t
   weight.follow_version();
   // Another master may have taken its place since.
   if (served && weight.state.same_bytes(*master.unsafeGetTensorImpl())) {
-    if (DeferredRelease dropped; !weight.resident() && weight.silently_written())
-      drop_outdated_copy(weight, dropped);
+    DeferredRelease dropped;
+    const bool plain = !weight.resident() && weight.became_plain();
+    if (plain) follow_plain(weight, *weight.content);
+    if (plain || (!weight.resident() && weight.silently_written())) drop_outdated_copy(weight, dropped);
   }
   if (served && weight.plan && weight.state.same_bytes(*master.unsafeGetTensorImpl())) {
     refuse_capture(options_.device, weight.name, weight.resident());

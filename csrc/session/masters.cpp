@@ -271,12 +271,8 @@ void Session::write_back(Weight& weight, DeferredRelease& dropped) {
   if (last_look && record->postponed()) record->note_untracked_alias();  // in a capture: look another time
   if (!written) return;
   if (weight.became_plain() && !closed_) {
-    table_->follow_plain(weight, *record->content());
+    follow_plain(weight, *record->content());
     record->follow_plain();
-    if (weight.plan) {
-      weight.plan->engine->replace_source(weight.id, weight.source);
-      to_pin_.push_back(weight.shared_from_this());
-    }
   }
   // The tensor that was written is the newest there is, so it stays the one to hand out.
   weight.note_version();
@@ -287,6 +283,14 @@ void Session::write_back(Weight& weight, DeferredRelease& dropped) {
   if (!alone) drop_companions(weight, dropped);
   weight.drop_tensors(dropped);
   update_copy(weight, alone);
+}
+
+/// The master was coded, and has plain values by now. Copies already made stay.
+void Session::follow_plain(Weight& weight, MasterContent& content) {
+  table_->follow_plain(weight, content);
+  if (!weight.plan) return;
+  weight.plan->engine->replace_source(weight.id, weight.source);
+  to_pin_.push_back(weight.shared_from_this());
 }
 
 void Session::expect_writes(const std::vector<at::Tensor>& masters) {

@@ -144,7 +144,7 @@ at::Tensor PythonContent::decoded(std::uint64_t first, std::uint64_t count) cons
 }
 
 at::Tensor PythonContent::shown(const at::Tensor& whole, std::int64_t offset) const {
-  return whole.as_strided(sizes_, strides_, offset);
+  return (whole.scalar_type() == type_ ? whole : whole.view(type_)).as_strided(sizes_, strides_, offset);
 }
 
 }  // namespace dynswap

@@ -273,7 +273,9 @@ void WeightTable::find_weights(PyObject* module_dict, const std::string& prefix,
     if (entry.ignored) continue;
     Unit unit = choice.unit;
     unit.options.keep = contains(choice.keep, entry.name);
-    PyObject* const master = master_of(module_dict, entry);
+    // Held, as Python code that looks at it lets other threads run.
+    const auto held = py::reinterpret_borrow<py::object>(master_of(module_dict, entry));
+    PyObject* const master = held.ptr();
     if (master == nullptr) continue;
     const std::size_t known =
         weights_.size();  // a wrapper brings its inner tensors along, and slices come too

@@ -21,8 +21,9 @@ namespace dynswap {
 ///   - Into f8_e4m3fn: always by the readers, through torch's own conversion, because torch's releases
 ///     differ in what they make of values that are too large (NaN, or the largest). So even a pinned
 ///     source is staged then.
-///   - Coded (docs/lossless.md): as if the device cast, from the coded type: it crosses the bus coded, and a
-///     kernel of ours decodes it, and casts it on the way. Where there is none, the readers do both.
+///   - Coded (docs/lossless.md): as if the device cast, from the coded type: it crosses the bus coded. A
+///     kernel of ours decodes and casts it there, or torch's operations. Where it lacks these, the readers
+///     do.
 ///   - On a device that cannot cast (one that CUDA kernels were not compiled for): always by the readers.
 enum class CopyPath {
   direct,         ///< pinned, not cast: straight into place

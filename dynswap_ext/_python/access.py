@@ -323,6 +323,8 @@ def take_over(new: Weight, old: Weight) -> None:
 
 def is_plain(master: torch.Tensor) -> bool:
     """Return whether a master's bytes can be copied and compared. Others are converted at each access."""
+    if type(master) is LosslessTensor:
+        master.make_plain_unless_range()
     return (
         type(master) in _PLAIN
         and (type(master) is not LosslessTensor or master.coded is None or master.is_range())

@@ -61,6 +61,7 @@ class HeldContent(NamedTuple):
 
 def _held_content(master: LosslessTensor) -> HeldContent | bool:
     content = master._dynswap_content
+    master.make_plain_unless_range()
     coded = content.coded  # read first: it is dropped after `plain` is set
     if coded is None:
         return HeldContent(content, master.decoded(), None, master.numel())

@@ -351,6 +351,12 @@ class LosslessTensor(torch.Tensor):
         """Return whether the elements are a contiguous range of the weights that were coded."""
         return self.dtype == self._dynswap_content.dtype and self.is_contiguous()
 
+    def make_plain_unless_range(self) -> None:
+        """Decode for good what no copy can decode on its way: a transposed view, for example."""
+        coded = self.coded
+        if coded is not None and type(coded) is torch.Tensor and not self.is_range():
+            self.make_plain()
+
     def is_whole(self) -> bool:
         """Return whether the coded bytes stand for this tensor, and not for one of which it is a view."""
         content = self._dynswap_content
