@@ -198,15 +198,14 @@ def main() -> int:
     baseline = json.loads((RESULTS / "ratios.json").read_text())
     figures, noise = measure(rounds)
     table, moved = compare(figures, baseline, noise)
-    for _ in range(
-        REPEATS if moved else 0
-    ):  # other work on the machine may have caused it, and may have ended
+    for _ in range(REPEATS):
+        if not moved:
+            break
+        # Other work on the machine may have caused it, and may have ended.
         again, more_noise = measure(rounds)
         noise = max(noise, more_noise)
         figures = {k: {n: min(v, again[k][n]) for n, v in values.items()} for k, values in figures.items()}
         table, moved = compare(figures, baseline, noise)
-        if not moved:
-            break
     console.print(table)
     console.print(f"noise of this run: {noise:.0%}; {len(moved)} figure(s) have moved up", *moved, sep="\n  ")
     return int(bool(moved) and not given.tiny)

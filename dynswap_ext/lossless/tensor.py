@@ -113,7 +113,9 @@ class Content:
     def make_plain(self) -> None:
         """Decode all values for good, and drop the coded bytes."""
         if (coded := self.coded) is not None:
-            with torch.inference_mode(False):
+            # While torch traces, the values of a real tensor are real, too.
+            real = type(coded) is torch.Tensor
+            with _disable_current_modes() if real else nullcontext(), torch.inference_mode(False):
                 plain = self.decoded(coded, 0, self.count)
             with _first_writes:
                 if self.coded is not None:
