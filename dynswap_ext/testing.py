@@ -100,7 +100,10 @@ def _tensor_differences(actual: Any, expected: torch.Tensor, what: str) -> list[
     if not count:
         return []
     index = tuple(int(i) for i in unequal.nonzero()[0])
-    return [f"{what} differs in {count} of {unequal.numel()} elements, first at {index}"]
+    found, wanted = actual.detach()[index].item(), expected.detach()[index].item()
+    return [
+        f"{what} differs in {count} of {unequal.numel()} elements, first at {index}: {found!r} for {wanted!r}"
+    ]
 
 
 def assert_nothing_held(handle: Handle) -> None:

@@ -25,10 +25,11 @@ from typing import Any
 
 #: The environment variable that tells steps in which folder they and pytest write their reports.
 REPORTS = "DYNSWAP_TEST_REPORTS"
-#: Lines of other tools that belong in the summary.
+#: Lines of other tools that belong in the summary: how they ended, and what failed in C++ and in the ratios.
 CLOSING = re.compile(
     r"^All checks passed|^Success: no issues|Documentation built|'cuda': True|tests passed, |tests failed out"
-    r"|comparisons, [0-9]+ failures|^left out|not as expected"
+    r"|comparisons, [0-9]+ failures|^left out|not as expected|, at most [0-9]"
+    r"|^(?:[0-9]+: )?(?:FAIL |SUMMARY: [A-Z]\w+Sanitizer|\S+\.(?:cpp|h|cu):[0-9]+: |.*: runtime error: )"
 )
 #: How many reasons for skipped tests the summary names.
 REASONS = 4

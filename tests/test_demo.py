@@ -21,9 +21,17 @@ from dynswap_ext._util.peak_memory import disk_bytes_read
 from dynswap_ext._util.units import parse_run_budget, parse_share, show_budget
 from dynswap_ext.demo import run
 from dynswap_ext.demo.compare import DemoResult
-from dynswap_ext.demo.model import Decoder, DecoderConfig, checkpoint_file, config_for, write_random
+from dynswap_ext.demo.model import (
+    Decoder,
+    DecoderConfig,
+    checkpoint_file,
+    coded_file,
+    config_for,
+    write_random,
+)
 from dynswap_ext.demo.run import (
     BASELINES,
+    CODED,
     HOOK,
     INSTALLED,
     RESIDENT,
@@ -172,10 +180,14 @@ class TestBaselines:
     def test_every_baseline_equals_the_resident_model(
         self, cast: torch.dtype | None, in_memory: bool, path: Path
     ) -> None:
-        outcomes = {
-            name: run.run_here(_job(path, baseline=name, dtype=cast, in_memory=in_memory))
-            for name in BASELINES
-        }
+        with coded_file(path) as coded:
+            outcomes = {
+                name: run.run_here(
+                    _job(coded if name == CODED else path, baseline=name, dtype=cast, in_memory=in_memory)
+                )
+                for name in BASELINES
+            }
+        assert not coded.exists()
         of_python = run.run_here(
             _job(path, baseline=INSTALLED, dtype=cast, in_memory=in_memory, provider="python")
         )
@@ -189,6 +201,8 @@ class TestBaselines:
         installed = outcomes[INSTALLED]
         if installed.provider == "native" and (cast or not in_memory):
             assert installed.moved_bytes_per_pass  # without streaming, equal outputs would prove nothing
+            moved = outcomes[CODED].moved_bytes_per_pass
+            assert moved and moved < 0.95 * installed.moved_bytes_per_pass
         # Operations read the file through its mapping, so their bytes and waits are not counted.
         for figure in (of_python.moved_bytes_per_pass, of_python.stall_seconds_per_pass):
             assert (figure is None) == (not cast and not in_memory)

@@ -12,10 +12,19 @@ import pytest
 
 import steps
 
+#: What compilers and C++ tests print: of these lines, the summary has the first three.
+UNSOUND = (
+    "tests/cpp/test_arena.cpp:12: EXPECT_EQ failed",
+    "FAIL arena_has_room (0.10 s)",
+    "SUMMARY: AddressSanitizer: heap-use-after-free arena.cpp:5 in place",
+    "csrc/core/arena.cpp:5:7: warning: unused variable",
+    "ok   arena_is_empty (0.00 s)",
+)
 MAKEFILE = f"""
 tests: ; @{sys.executable} -m pytest -q -p no:cacheprovider test_some.py
 lint: ; @echo 'All checks passed!'
 broken: ; @echo 'a line of its own'; exit 3
+unsound: ; @printf '%s\\n' {" ".join(map(repr, UNSOUND))}; exit 1
 setting: ; @test "$(SEEDS)" = 2
 """
 CONFTEST = f"""
@@ -68,3 +77,9 @@ def test_what_ran_how_far_it_is_and_what_was_skipped_and_why(folder: Path) -> No
     last = said.splitlines()[-1]
     assert last.startswith("== all: FAILED (broken, tests) in 0 min ")
     assert last.endswith("; 1 passed, 1 failed, 4 skipped (3: there is no GPU; 1: too old)")
+
+
+def test_what_failed_in_c_plus_plus_is_in_the_summary(folder: Path) -> None:
+    status, said = run(folder, "all", "unsound")
+    assert status == 1
+    assert f"== unsound: FAILED in 0 s; {'; '.join(UNSOUND[:3])}" in said.splitlines()

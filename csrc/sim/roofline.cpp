@@ -143,13 +143,15 @@ Workload as_installed(const Workload& workload, const EngineOptions& options) {
 LargestGroup largest_group(const Workload& workload) {
   EngineOptions options;
   options.budget = 1;
-  const auto engine = engine_of(workload, options, 1, 0).engine;
   LargestGroup found;
   try {
-    engine->arrange();
+    engine_of(workload, options, 1, 0).engine->arrange();
   } catch (const BudgetError& error) {  // no group has so few bytes
     found.bytes = error.smallest_bytes();
   }
+  options.budget = found.bytes;
+  const auto engine = engine_of(workload, options, 1, 0).engine;
+  engine->arrange();
   const std::vector<Engine::GroupReport> groups = engine->groups();
   for (const bool by_use : {false, true}) {
     const Engine::GroupReport* largest = nullptr;

@@ -66,7 +66,8 @@ std::shared_ptr<Sharing> Sharing::of(const at::Tensor& master, Place place,
   const Elements& elements = made->place_.elements;
   const Locked locked;
   locked.registry.for_near(elements.address, elements.end(), [&](Sharing& other) {
-    if (!made->has_bytes_of(other)) return;
+    // Quick, as there may be many below within the length of the longest.
+    if (other.place_.elements.end() <= elements.address || !made->has_bytes_of(other)) return;
     made->overlaps_ = true;
     other.overlaps_ = true;
   });

@@ -173,6 +173,8 @@ def _checked_device(device: Any, dtype: Any, transform: Any, assign: bool, coded
     check_dtype(dtype)
     if transform is not None and not callable(transform):
         raise ConfigError(f"transform is {transform!r}; expected a function of a name and a tensor")
+    if not isinstance(coded, bool):
+        raise ConfigError(f"coded is {coded!r}; expected True or False")
     if coded and (where.type != "cpu" or not assign):
         raise ConfigError(
             "coded=True keeps coded masters in RAM, from which install() streams them: leave device and "

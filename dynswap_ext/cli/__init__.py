@@ -115,7 +115,8 @@ def _convert(options: argparse.Namespace) -> int:
     )
     resumed = f", {format_bytes(done.resumed_bytes)} of it by an earlier run" if done.resumed_bytes else ""
     files = f" in {len(done.files)} files" if len(done.files) > 1 else ""
-    ratio = f" ({done.decoded_bytes / done.written_bytes:.2f} times smaller)" if done.ratios else ""
+    smaller = done.ratios and done.written_bytes < done.source_bytes  # else it was coded before
+    ratio = f" ({done.decoded_bytes / done.written_bytes:.2f} times smaller)" if smaller else ""
     print(
         f"{done.path}: {done.tensors} tensors, {format_bytes(done.source_bytes)} -> "
         f"{format_bytes(done.written_bytes)}{ratio}{files}{resumed}, verified, {done.seconds:.1f} s"

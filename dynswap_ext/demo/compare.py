@@ -24,8 +24,8 @@ from dynswap_ext._util.units import (
     show_seconds,
 )
 from dynswap_ext.config import resolve
-from dynswap_ext.demo.model import cache_folder, checkpoint_file, config_for
-from dynswap_ext.demo.run import BASELINES, INSTALLED, RESIDENT, Job, Outcome, run_apart
+from dynswap_ext.demo.model import cache_folder, checkpoint_file, coded_file, config_for
+from dynswap_ext.demo.run import BASELINES, CODED, INSTALLED, RESIDENT, Job, Outcome, run_apart
 from dynswap_ext.errors import ConfigError
 from dynswap_ext.planning.rates import device_name, disk_bandwidth, pinned_bandwidth
 
@@ -79,7 +79,10 @@ def run_demo(options: argparse.Namespace) -> DemoResult:
     folder = Path(options.folder) if options.folder else cache_folder()
     model_bytes = config.parameters * stored.itemsize
     print(f"preparing a checkpoint of {format_bytes(model_bytes)} in {folder} ...", flush=True)
-    with checkpoint_file(folder, config, stored, keep=options.keep, progress=True) as path:
+    with (
+        checkpoint_file(folder, config, stored, keep=options.keep, progress=True) as path,
+        coded_file(path, keep=options.keep, progress=True) as coded,
+    ):
         job = Job(
             baseline=INSTALLED,
             checkpoint=path,
@@ -100,7 +103,8 @@ def run_demo(options: argparse.Namespace) -> DemoResult:
         outcomes: dict[str, Outcome] = {}
         for name in BASELINES:
             print(f"{name}: {job.warm_up + job.passes} passes ...", flush=True)
-            outcomes[name] = run_apart(dataclasses.replace(job, baseline=name))
+            file = coded if name == CODED else path
+            outcomes[name] = run_apart(dataclasses.replace(job, baseline=name, checkpoint=file))
             if name == INSTALLED:
                 readings.append(bandwidth())  # again, because disks of shared machines change their pace
     return DemoResult(job, device_name(device), model_bytes, max(readings), kind, outcomes)
@@ -120,6 +124,7 @@ def show(result: DemoResult) -> None:
     }
     where = "resident set" if result.device.startswith("cpu") else "allocated on the device"
     lines = [
+        f"{CODED}: the file that `dynswap convert --lossless` writes. "
         "classic hook: a Python __getattr__ that calls .to() at each access. "
         "limit: max(fastest pass of any, bytes moved by dynswap / bandwidth). "
         f"Peak memory: {where}, above the start of the run."
@@ -139,7 +144,7 @@ def show(result: DemoResult) -> None:
 def _table(result: DemoResult) -> Any:
     installed = result.outcomes[INSTALLED]
     ours = f"{INSTALLED}\n({installed.provider}, {installed.backend})"
-    names = [ours if name == INSTALLED else name for name in result.outcomes]
+    names = [ours if name == INSTALLED else name.replace(", ", ",\n") for name in result.outcomes]
     limit = result.limit_seconds
     rows: dict[str, Callable[[Outcome], str]] = {
         "time a pass": lambda o: show_seconds(statistics.median(o.seconds)),

@@ -19,6 +19,7 @@ from dynswap_ext._util.file_mappings import drop_file_cache
 from dynswap_ext._util.memory import format_bytes
 from dynswap_ext._util.progress import ProgressCallback, ProgressOption, shown
 from dynswap_ext._util.written_files import explained
+from dynswap_ext.checkpoint.convert import convert
 from dynswap_ext.checkpoint.writing.blocks import write
 from dynswap_ext.checkpoint.writing.layout import Piece, split
 from dynswap_ext.checkpoint.writing.target import Target
@@ -171,6 +172,22 @@ def checkpoint_file(
     try:
         with explained(path, other_folder):
             drop_file_cache(path)
+        yield path
+    finally:
+        if not keep:
+            path.unlink(missing_ok=True)
+
+
+@contextmanager
+def coded_file(plain: Path, *, keep: bool = False, progress: ProgressOption = False) -> Iterator[Path]:
+    """Yield the path of the same checkpoint, coded without loss, which is not in the page cache.
+
+    An existing file is used again. The file is deleted afterwards, unless `keep`.
+    """
+    path = plain.with_name(f"{plain.stem}-coded.safetensors")
+    try:
+        convert(plain, path, lossless=True, progress=progress)
+        drop_file_cache(path)
         yield path
     finally:
         if not keep:

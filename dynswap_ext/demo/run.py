@@ -1,4 +1,4 @@
-"""Runs the demo's model in one way, and measures it: installed, resident, or under the classic hook."""
+"""Runs the demo's model in one way, and measures it: resident, installed, or under the classic hook."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ from dynswap_ext._util.peak_memory import PeakMemory, disk_bytes_read
 from dynswap_ext.demo.model import Decoder, DecoderConfig
 from dynswap_ext.errors import DynswapError
 
-#: Ways to run the model: with all weights on the device, installed, and under the classic hook.
-RESIDENT, INSTALLED, HOOK = "resident", "dynswap", "classic hook"
-BASELINES: Final = (RESIDENT, INSTALLED, HOOK)
+#: Ways to run the model: with all weights on the device, installed, installed with weights that are coded
+#: without loss, and under the classic hook.
+RESIDENT, INSTALLED, CODED, HOOK = "resident", "dynswap", "dynswap, coded", "classic hook"
+BASELINES: Final = (RESIDENT, INSTALLED, CODED, HOOK)
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Job:
     """The settings of one timed run."""
 
     baseline: str  #: one of `BASELINES`
-    checkpoint: Path
+    checkpoint: Path  #: for `CODED`, one that is coded without loss
     config: DecoderConfig
     budget: int | str  #: bytes, or "minimum"
     device: str = "cpu"
@@ -77,7 +78,8 @@ def run_apart(job: Job) -> Outcome:
 def run_here(job: Job) -> Outcome:
     """Run a job in this process, and return its measurements."""
     device = torch.device(job.device)
-    model = checkpoint.load(lambda: Decoder(job.config), job.checkpoint).eval()
+    coded_in_memory = job.in_memory and job.baseline == CODED
+    model = checkpoint.load(lambda: Decoder(job.config), job.checkpoint, coded=coded_in_memory).eval()
     inputs = []
     for number in range(job.warm_up + job.passes):
         generator = torch.Generator().manual_seed(number)
@@ -126,7 +128,7 @@ def run_here(job: Job) -> Outcome:
 
 def _prepare(model: nn.Module, job: Job, device: torch.device) -> dynswap_ext.Handle | None:
     """Make the model ready to run in the way of the job. Return the handle if it was installed, else None."""
-    if job.in_memory:
+    if job.in_memory and job.baseline != CODED:
         _copy_weights(model, job.checkpoint, torch.device("cpu"), None)
     if job.baseline == RESIDENT:
         _copy_weights(model, job.checkpoint, device, job.dtype)

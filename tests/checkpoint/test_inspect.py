@@ -81,7 +81,7 @@ def test_the_smallest_budget_is_an_installs(
         assert provider.name == "python" and found.smallest_budget == 0
         provider.install(model, budget=1, strict_budget=True)
         return
-    assert set(group.names) <= set(found.entries)
+    assert group.names and set(group.names) <= set(found.entries)
     smallest = group.nbytes
     if provider.native:
         on_cpu = provider.device.type == "cpu"

@@ -66,7 +66,9 @@ def test_a_plan_is_replaced_while_copies_wait_for_their_turn(gpu: Gpu, tmp_path:
             outputs.append(model(x))
 
     with repeated(run):
-        for turn in range(12):
+        for turn in range(1_000):
+            if turn >= 12 and len(outputs) >= 2:  # on a busy machine the forwards begin late
+                break
             handle.retune((3 + turn % 2) * 2 * LAYER_BYTES)
     gpu.synchronise()
     assert len(outputs) >= 2
