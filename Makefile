@@ -90,7 +90,7 @@ PRETEND := PYTHONPATH=tests/device $(BIN)/python -m pretend_cuda
 MKDOCS := NO_MKDOCS_2_WARNING=1 DISABLE_MKDOCS_2_WARNING=true $(DOCS_VENV)/bin/mkdocs
 SOURCES := $(shell find csrc build_backend -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.py')
 
-.PHONY: help demo build test test-all test-native test-python test-coded test-cuda test-devices test-suite cruel teeth programs nightly cpp-test sanitize windows fuzz cuda-compile matrix newest ratios figures other-python lint types format docs docs-serve wheel wheels index lock sdist ci clean FORCE
+.PHONY: help demo build test test-all test-native test-python test-coded test-offloaded test-cuda test-devices test-suite cruel teeth programs nightly cpp-test sanitize windows fuzz cuda-compile matrix newest ratios figures other-python lint types format docs docs-serve wheel wheels index lock sdist ci clean FORCE
 .DELETE_ON_ERROR:
 
 help:
@@ -109,7 +109,7 @@ test:
 
 ## make test-all       everything that a change has to pass on this machine: the continuous integration runs it
 test-all:
-	@$(STEPS) 'make test-all' build test-native test-python test-coded test-cuda test-devices test-suite cpp-test SEEDS=1 cruel
+	@$(STEPS) 'make test-all' build test-native test-python test-coded test-offloaded test-cuda test-devices test-suite cpp-test SEEDS=1 cruel
 
 test-native: build $(VENV)/.installed
 	DYNSWAP_PROVIDER=native $(ALONGSIDE) $(PYTEST_ARGS)
@@ -124,6 +124,11 @@ test-python: build $(VENV)/.installed
 ## make test-coded     the contract but for compilers, where all masters that can be are coded (docs/lossless.md)
 test-coded: build $(VENV)/.installed
 	DYNSWAP_TEST_MASTERS=coded DYNSWAP_PROVIDER=native $(ALONGSIDE) -k 'not compile and not export' tests/contract tests/test_semantics_*.py $(PYTEST_ARGS)
+
+## make test-offloaded the contract but for compilers, where all that is saved for backward leaves the device (activations=)
+# With no room on the device, nothing of it can be fetched ahead.
+test-offloaded: build $(VENV)/.installed
+	DYNSWAP_TEST_ACTIVATIONS=offloaded DYNSWAP_PROVIDER=native $(ALONGSIDE) -k 'native and not compile and not export and not in_its_own_order_ahead' tests/contract tests/test_semantics_*.py $(PYTEST_ARGS)
 
 ## make test-cuda      what installs a model, on a pretend CUDA device; DYNSWAP_SEED=7 is another order of its work
 test-cuda: build $(VENV)/.installed

@@ -107,6 +107,15 @@ class HostBudget(NamedTuple):
     page_cache: int = sys.maxsize
 
 
+class Activations(NamedTuple):
+    """The device memory that tensors saved for backward may take, and where the others go."""
+
+    #: Bytes on the device.
+    bytes: int
+    #: The folder of the file to which they go on the CPU; "" on accelerators, where they go to RAM.
+    folder: str
+
+
 @dataclass(frozen=True)
 class Options:
     """The options of one install, checked, with defaults filled in. Sessions receive the whole object."""
@@ -131,6 +140,8 @@ class Options:
     #: Bytes of the device that an automatic budget leaves to others, checked at each pass; None: a small
     #: part, checked only when a plan is made.
     headroom: int | None
+    #: None: what autograd saves stays on the device.
+    activations: Activations | None
     #: Patterns of names of the weights that stay on the device.
     keep: tuple[str, ...]
     #: Patterns of names of the weights that are left alone.
@@ -151,6 +162,8 @@ def resolve(
     strict_budget: bool = False,
     mesh: DeviceMesh | ProcessGroup | None = None,
     headroom: int | float | str | None = None,
+    activations: int | float | str | None = None,
+    activations_folder: str | os.PathLike[str] | None = None,
     keep: str | Sequence[str] = (),
     ignore: str | Sequence[str] = (),
     progress: ProgressOption = False,
@@ -190,6 +203,7 @@ def resolve(
         strict_budget=_flag("strict_budget", strict_budget),
         mesh=None,
         headroom=room,
+        activations=_activations(activations, activations_folder, where),
         keep=_patterns("keep", keep),
         ignore=_patterns("ignore", ignore),
         progress=check_progress(progress),
@@ -324,6 +338,34 @@ def _budget_of(
         )
         return None
     return Budget(saved.budget, saved.automatic)
+
+
+def _activations(
+    given: int | float | str | None, folder: str | os.PathLike[str] | None, device: torch.device
+) -> Activations | None:
+    """Return what `activations` and `activations_folder` mean; None if nothing is to leave the device."""
+    if given is None:
+        if folder is not None:
+            raise ConfigError(
+                "activations_folder is given without activations, the bytes that stay in memory"
+            )
+        return None
+    cpu = device.type == "cpu"
+    if cpu and folder is None:
+        raise ConfigError(
+            "activations is given for a model that computes on the CPU, whose memory is the host's: what "
+            "exceeds it goes to a file there. Pass activations_folder=, a folder on a fast disk"
+        )
+    if not cpu and folder is not None:
+        raise ConfigError(
+            f"activations_folder is given for '{device}': from an accelerator, activations go to RAM. "
+            "Leave it out"
+        )
+    if folder is not None and not os.path.isdir(folder):
+        raise ConfigError(f"activations_folder is {os.fspath(folder)!r}; expected a folder that exists")
+    amount = parse_bytes(given, "activations", of="the device's free memory")
+    stay = amount if isinstance(amount, int) else int(amount * free_bytes(device))
+    return Activations(max(1, stay), "" if folder is None else os.fspath(folder))
 
 
 def _headroom(given: int | float | str, device: torch.device) -> int:

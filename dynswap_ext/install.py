@@ -20,6 +20,7 @@ from dynswap_ext._swap.choices import Choices
 from dynswap_ext._swap.class_swap import ClassNaming
 from dynswap_ext._swap.models import Installable, as_tree, models_in
 from dynswap_ext._swap.state import is_scripted, modules_of, name_in, session_of, sessions_of
+from dynswap_ext._util.device_memory import DeviceMemory
 from dynswap_ext._util.listing import listed
 from dynswap_ext._util.log import log_to_stderr, logger
 from dynswap_ext._util.memory import exact_bytes, format_bytes
@@ -53,6 +54,8 @@ def install(
     strict_budget: bool = False,
     mesh: DeviceMesh | ProcessGroup | None = None,
     headroom: int | float | str | None = None,
+    activations: int | float | str | None = None,
+    activations_folder: str | PathLike[str] | None = None,
     keep: str | Sequence[str] = (),
     ignore: str | Sequence[str] = (),
     progress: ProgressOption = False,
@@ -135,6 +138,14 @@ def install(
         beginning of each pass. If less is free, weights that stayed on the device leave it at once; if more
         is free for some passes, they return. Default: a plan leaves 3 % of the device free (10 % of the RAM
         on the CPU) when it is made, and the driver is not asked again.
+    activations : int, float or str, optional
+        Device memory for the tensors that the model's operations save for backward, beside `budget`: bytes,
+        a string (``"4GiB"``), or a fraction of what the device has free. What a step saves beyond it is
+        copied to RAM as soon as it is saved, and comes back ahead of its use in backward, in one order with
+        the weights. Default: all of it stays on the device. Needs the native provider.
+    activations_folder : str or PathLike, optional
+        The folder of the file to which they go if the model computes on the CPU. The file has no name, and
+        its space is free again when the process ends, however it ends.
     keep : str or sequence of str
         Names of weights that stay on the device from their first use on, within the budget. The name of a
         module means all weights in it, and ``*`` matches any characters: ``"text_encoder"``, ``"*.norm*"``.
@@ -179,6 +190,8 @@ def install(
         strict_budget=strict_budget,
         mesh=mesh,
         headroom=headroom,
+        activations=activations,
+        activations_folder=activations_folder,
         keep=keep,
         ignore=ignore,
         progress=progress,
@@ -201,6 +214,7 @@ def install_with(given: Installable, options: config.Options, naming: ClassNamin
                 "mesh= has no effect in pure Python, where each rank copies all bytes itself; install the "
                 "native extension on all ranks"
             )
+        _check_activations(options, provider.name)
         choices = Choices(options.keep, options.ignore)
         choices.survey(model)
         modules = modules_of(model)
@@ -241,6 +255,22 @@ def install_with(given: Installable, options: config.Options, naming: ClassNamin
     return Handle(made)
 
 
+def _check_activations(options: config.Options, provider: str) -> None:
+    """Raise ConfigError if tensors saved for backward cannot leave the device, or would gain nothing."""
+    if options.activations is None:
+        return
+    if provider == "python":
+        raise ConfigError(
+            "activations= needs the native provider, and pure Python serves this install; "
+            "dynswap_ext.backend_info() says why"
+        )
+    if options.device.type != "cpu" and DeviceMemory(options.device).is_the_hosts():
+        raise ConfigError(
+            f"activations= would move tensors within one memory: that of '{options.device}' is the host's. "
+            "Leave it out, or use torch.utils.checkpoint"
+        )
+
+
 def _warn_of_no_effect(
     made: Installation, modules: Sequence[nn.Module], choices: Choices, name: str, scripted: int
 ) -> None:
@@ -249,7 +279,7 @@ def _warn_of_no_effect(
     `scripted` is the number of TorchScript modules, which the install leaves alone and has warned of.
     """
     plan, options = made.session.stats(), made.options
-    if not scripted and not any(own_masters(module) for module in modules):
+    if not scripted and options.activations is None and not any(own_masters(module) for module in modules):
         warn(f"{name} has no weights, so nothing is streamed: it computes as it did before")
     _warn_of_weights_there(made, modules, choices)
     streamed = plan["groups"] - plan["resident_groups"]

@@ -7,6 +7,7 @@ Environment variables choose what runs:
 - DYNSWAP_SEED decides the order in which the pretend device does its work.
 - DYNSWAP_TEST_SEGMENTS=2097152 makes its allocator take memory in segments of 2 MiB, as torch's does. By
   default it takes memory to the byte.
+- DYNSWAP_TEST_ACTIVATIONS=offloaded lets all that models save for backward leave the device.
 - DYNSWAP_TEST_MASTERS=coded codes the parameters of each model that a provider installs (`LosslessTensor`).
 - DYNSWAP_TESTS=quick leaves out what `make test-all` adds to `make test`. DYNSWAP_TESTS=nightly adds what
   only the nightly run has.
@@ -19,6 +20,7 @@ import gc
 import os
 import random
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, contextmanager
@@ -74,6 +76,8 @@ HAS_DEVICE = PRETEND or torch.cuda.is_available() or REQUIRE_CUDA
 PROVIDERS = (*(() if PRETEND else ON_CPU), *(ON_DEVICE if HAS_DEVICE else ()))
 
 
+#: Whether what models save for backward leaves the device.
+OFFLOADED = os.environ.get("DYNSWAP_TEST_ACTIVATIONS") == "offloaded"
 #: Whether models are installed with coded masters.
 CODED = os.environ.get("DYNSWAP_TEST_MASTERS") == "coded"
 
@@ -106,6 +110,10 @@ class Provider:
     def install(self, model: nn.Module, **options: Any) -> dynswap_ext.Handle:
         if CODED and self.native:
             code_in_place(model)
+        if OFFLOADED and self.native:
+            options.setdefault("activations", 64)
+            if self.device.type == "cpu":
+                options.setdefault("activations_folder", tempfile.gettempdir())
         handle = dynswap_ext.install(model, device=self.device, provider=self.backend, **options)
         assert handle.provider == self.backend
         self.handles.append(handle)

@@ -20,6 +20,7 @@ enum class Place : std::uint8_t {
   arena,     ///< a slot of the arena
   resident,  ///< the group's own block, for good
   overflow,  ///< memory outside the budget, freed with its last lease (Invariant 4)
+  beside,    ///< memory of a short-lived group's own, freed with its last lease
 };
 
 /// LOCK: every field is guarded by the engine's mutex, except that `base`, `bytes` and `place` do not
@@ -59,6 +60,8 @@ struct DeviceCopy {
   // For Note [Why a wait was one].
   std::optional<Cause> held_back;  ///< what kept it from being issued before
   EventPtr behind;                 ///< the copy that was issued before it
+
+  bool in_block_of_its_own() const noexcept { return place == Place::overflow || place == Place::beside; }
 
   bool evictable() const noexcept { return leases == 0 && state != State::issuing; }
 

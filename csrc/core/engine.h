@@ -8,6 +8,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <string>
 #include <thread>
 #include <utility>
@@ -216,6 +217,23 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void note_pass(Stream consumer);
   const Backend& backend() const noexcept { return *backend_; }
 
+  /// For what the engine's user enqueues itself: as the backend's.
+  EventPtr record(Stream consumer) { return backend_->record(consumer); }
+  void wait(Stream consumer, const EventPtr& event) { backend_->wait(consumer, event); }
+  void synchronise(const EventPtr& event) noexcept { backend_->synchronise(event); }
+
+  // engine_short_lived.cpp: Note [Short-lived groups].
+  /// A weight of bytes that nobody has offered yet; nothing if there are too many of them.
+  std::optional<WeightId> take_short_lived();
+  /// The weight has its bytes in `source` (raw bytes) once `written` is done, and none on the device.
+  void offer(WeightId weight, SourcePtr source, EventPtr written);
+  /// The program has come to the weight, whose bytes never left the device.
+  void pass_by(WeightId weight, Use use);
+  /// The weight may be taken again, as its bytes are needed no more. Leases on it keep what they have.
+  void give_back_short_lived(WeightId weight) noexcept;
+  /// How many bytes of short-lived weights are on the device beside the copies.
+  void note_kept(std::size_t bytes) noexcept;
+
   /// Counts bytes that a weight takes outside the budget, in memory that is not the engine's, for as long as
   /// the returned object lives.
   std::shared_ptr<void> count_outside(std::size_t bytes);
@@ -242,6 +260,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   struct Group : Layout::Group {
     explicit Group(Layout::Group as_planned) : Layout::Group(std::move(as_planned)) {}
 
+    bool short_lived = false;
+    EventPtr written;  ///< short-lived: when the bytes of its source are there
     bool resident = false;
     bool captured = false;             ///< resident: a graph has captured it, so it does not give way
     bool inherited_by_next = false;    ///< resident: the next plan has it
@@ -283,8 +303,9 @@ class Engine : public std::enable_shared_from_this<Engine> {
   struct Retired {
     Memory memory;
     std::vector<EventPtr> after;
-    std::size_t overflow_bytes = 0;  ///< outside the budget until it is freed
-    bool at_once = false;            ///< Note [A plan goes before the next one comes]
+    std::size_t overflow_bytes = 0;     ///< outside the budget until it is freed
+    bool at_once = false;               ///< Note [A plan goes before the next one comes]
+    std::size_t short_lived_bytes = 0;  ///< of a short-lived group, until it is freed
   };
 
   /// Throws that this is a forked child, whose engines are its parent's.
@@ -307,6 +328,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   Planned plan_renewal(WeightId id, std::vector<EventPtr> after);
   bool place_in_arena(Planned& planned, const Arena::Rank& rank);
   void place_outside(Planned& planned);
+  void place_beside(Planned& planned);
+  bool has_room_beside(std::size_t bytes) const noexcept;
   void bring_resident(GroupId id, std::vector<Planned>& planned);
   void look_ahead(const Schedule::Cursor& cursor, GroupId current, std::vector<Planned>& planned);
   void look_ahead_by_use(UseOrder::Cursor ahead, std::vector<Planned>& planned);
@@ -344,6 +367,9 @@ class Engine : public std::enable_shared_from_this<Engine> {
 
   // engine_give_way.cpp
   bool restore(const Loan& loan, Memory& memory);
+
+  // engine_short_lived.cpp
+  void reserve_short_lived();
 
   // engine_inherit.cpp
   bool can_inherit(const Group& group, const std::vector<std::optional<WeightId>>& ids, const Engine& earlier,
@@ -386,6 +412,9 @@ class Engine : public std::enable_shared_from_this<Engine> {
   EventPtr latest_copy_;            ///< the end of the copy that was issued last
   std::size_t cold_residents_ = 0;  ///< residents that have not been copied yet
   std::size_t overflow_now_ = 0;    ///< bytes
+  std::set<WeightId> free_short_lived_;
+  std::size_t short_lived_now_ = 0;  ///< bytes of their copies
+  std::size_t kept_ = 0;             ///< note_kept()
   std::uint64_t tick_ = 0;
   double uses_ = 0;       ///< of groups by use, in half-lives
   double half_life_ = 1;  ///< in uses

@@ -84,7 +84,7 @@ void Engine::issue(std::vector<Planned>& planned) {
     EventPtr copied;
     std::exception_ptr error;
     try {
-      if (copy.place == Place::overflow && !copy.memory) {
+      if (copy.in_block_of_its_own() && !copy.memory) {
         copy.memory = backend_->allocate(copy.bytes);
         copy.base = copy.memory.get();
       }
@@ -107,8 +107,12 @@ void Engine::issue(std::vector<Planned>& planned) {
       copy.error = error;
       copy.state = error ? DeviceCopy::State::failed : DeviceCopy::State::issued;
       ++stats_.copies;
-      stats_.bytes_moved += bytes;
-      stats_.bytes_decoded += decoded;
+      if (groups_[copy.group].short_lived) {
+        stats_.restored_bytes += bytes;
+      } else {
+        stats_.bytes_moved += bytes;
+        stats_.bytes_decoded += decoded;
+      }
       ++groups_[copy.group].figures.copies;
       groups_[copy.group].figures.bytes_moved += bytes;
       if (error) {
@@ -235,8 +239,8 @@ void Engine::drop_lease(const std::shared_ptr<DeviceCopy>& copy, std::size_t par
   --stats_.live_leases;
   if (own.leases == 0 && copy->attached && !own.outdated) own.left = std::move(left);
   if (!copy->evictable()) return;
-  if (copy->attached && (copy->place == Place::overflow || copy->any_outdated())) {
-    // Memory outside the budget goes with its last lease (Invariant 4).
+  if (copy->attached && (copy->in_block_of_its_own() || copy->any_outdated())) {
+    // Memory of its own goes with its last lease (Invariant 4).
     detach(copy);
   } else if (!copy->attached) {
     dispose(copy);
@@ -334,12 +338,16 @@ void Engine::free_retired() noexcept {
     if (std::all_of(item.after.begin(), item.after.end(), done)) return true;
     return item.at_once && backend_->release_after(item.memory, item.after);
   });
-  std::size_t freed_bytes = 0;
-  for (auto item = retired.begin(); item != still_used; ++item) freed_bytes += item->overflow_bytes;
+  std::size_t freed_bytes = 0, freed_beside = 0;
+  for (auto item = retired.begin(); item != still_used; ++item) {
+    freed_bytes += item->overflow_bytes;
+    freed_beside += item->short_lived_bytes;
+  }
   std::vector<Retired> kept(std::make_move_iterator(still_used), std::make_move_iterator(retired.end()));
   retired.clear();  // frees, without the lock
   const std::lock_guard lock(mutex_);
   overflow_now_ -= freed_bytes;
+  short_lived_now_ -= freed_beside;
   retired_.insert(retired_.end(), std::make_move_iterator(kept.begin()), std::make_move_iterator(kept.end()));
 }
 

@@ -23,6 +23,7 @@ struct EngineOptions {
   std::size_t budget = 0;               ///< bytes of arena + residents; 0: just the ring for `prefetch`
   std::uint32_t prefetch = 2;           ///< groups to have ahead of the one in use
   bool strict_budget = false;           ///< raise BudgetError instead of allocating outside the arena
+  std::size_t short_lived_bytes = 0;    ///< for groups that come and go; 0: there are none
   bool residents_give_way = false;      ///< see Note [Residents give way]
   std::size_t group_bytes = 4u << 20;   ///< small weights travel together until a group has this many bytes
   std::size_t split_bytes = 64u << 20;  ///< a module with more than this is cut between its weights

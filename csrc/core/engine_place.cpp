@@ -56,7 +56,7 @@ Engine::Consumer& Engine::consumer_of(std::thread::id thread) {
 /// Whether a group has no room now, and will have once other threads have issued what they are bringing: a
 /// copy gives its place up only then.
 bool Engine::waits_for_others(const Group& group) const {
-  if (group.copy || group.home) return false;
+  if (group.copy || group.home || group.short_lived) return false;
   const auto is_issued = [](const Arena::Region& region) {
     return !region.occupant || region.occupant->state != DeviceCopy::State::issuing;
   };
@@ -83,9 +83,12 @@ Engine::Planned Engine::plan_copy(GroupId id, bool demanded) {
   planned.copy->last_use = tick_;
   planned.copy->held_back = why_so_late(group);
   for (const WeightId weight : group.weights) planned.sources.push_back(weights_[weight].source);
+  if (group.short_lived) place_beside(planned);
   if (!demanded) return planned;  // look_ahead places it, or gives it up
 
-  if (group.home) {
+  if (group.short_lived) {
+    // It has its place.
+  } else if (group.home) {
     DeviceCopy* old = group.home_occupant.get();
     if (!old || evictable(*old)) {
       if (!old) --cold_residents_;
@@ -222,8 +225,12 @@ void Engine::look_ahead_by_use(UseOrder::Cursor ahead, std::vector<Planned>& pla
 
 /// Plans a copy that nobody waits for yet. False if there is no room for it.
 bool Engine::prefetch(GroupId id, const Arena::Rank& rank, std::vector<Planned>& planned) {
+  if (groups_[id].short_lived) {
+    if (!weights_[groups_[id].weights.front()].source->has_bytes) return true;  // it has not been saved yet
+    if (!has_room_beside(groups_[id].bytes)) return false;
+  }
   Planned copy = plan_copy(id, /*demanded=*/false);
-  if (!place_in_arena(copy, rank)) return false;
+  if (!groups_[id].short_lived && !place_in_arena(copy, rank)) return false;
   groups_[id].copy = copy.copy;
   planned.push_back(std::move(copy));
   ++stats_.prefetches;
@@ -255,11 +262,16 @@ void Engine::drop_left(DeviceCopy::Part& part) {
 }
 
 void Engine::dispose(const std::shared_ptr<DeviceCopy>& copy) {
-  if (closed_ && copy->place != Place::overflow) {
+  if (closed_ && !copy->in_block_of_its_own()) {
     retired_.push_back({std::move(copy->memory), overwrite_after(*copy), 0, true});
     return;
   }
   switch (copy->place) {
+    case Place::beside:
+      retired_.push_back({std::move(copy->memory),
+                          PROTECTED(retire_after_events) ? overwrite_after(*copy) : std::vector<EventPtr>(),
+                          0, closed_ || read_in_order(*copy), copy->bytes});
+      break;
     case Place::arena:
       arena_of(groups_[copy->group]).vacate(*copy, overwrite_after(*copy));
       break;
@@ -313,7 +325,7 @@ std::string Engine::remedy(std::size_t needed) const {
   std::size_t kept = 0, largest = 0;
   for (const Group& group : groups_) {
     kept += group.keep ? group.bytes : 0;
-    largest = std::max(largest, group.keep || group.by_use ? 0 : group.bytes);
+    largest = std::max(largest, group.keep || group.by_use || group.short_lived ? 0 : group.bytes);
   }
   const std::size_t room = kept + (threads + 1) * largest;
   return "give a prefetch of " + std::to_string(threads) + " or more" +

@@ -46,6 +46,7 @@ void Engine::arrange(const std::vector<std::vector<WeightId>>& on_device) {
 void Engine::plan() {
   DYNSWAP_CHECK(!planned_, "plan() is called once");
   if (layout_) arrange();
+  reserve_short_lived();
   if (weights_.empty()) {
     planned_ = true;
     return;

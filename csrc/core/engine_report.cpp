@@ -26,6 +26,7 @@ std::vector<Engine::GroupReport> Engine::groups() const {
   {
     const std::lock_guard lock(mutex_);
     for (const Group& group : groups_) {
+      if (group.short_lived) break;  // they are the last
       std::uint64_t master_bytes = 0;
       for (const WeightId id : group.weights) master_bytes += weights_[id].source->stored_bytes();
       const bool resident = closed_ ? group.resident : group.home != nullptr;
@@ -39,6 +40,7 @@ std::vector<Engine::GroupReport> Engine::groups() const {
     report.figures.stall_ns = {};
   }
   for (const Span& span : timeline().spans) {
+    if (span.group >= reports.size()) continue;  // short-lived
     GroupFigures& figures = reports[span.group].figures;
     const auto ns = static_cast<std::uint64_t>(span.when.end - span.when.begin);
     if (span.kind == Span::Kind::copy) figures.copy_ns = figures.copy_ns.value_or(0) + ns;
@@ -50,13 +52,18 @@ std::vector<Engine::GroupReport> Engine::groups() const {
 PriorPlan Engine::plan_for_reuse() const {
   const std::lock_guard lock(mutex_);
   PriorPlan plan;
-  for (const Weight& weight : weights_) plan.group_of.push_back(weight.group);
-  for (const Group& group : groups_) plan.resident.push_back(group.resident);
+  for (const Group& group : groups_) {
+    if (!group.short_lived) plan.resident.push_back(group.resident);
+  }
+  for (const Weight& weight : weights_) {
+    if (weight.group < plan.resident.size()) plan.group_of.push_back(weight.group);
+  }
   plan.cache_bytes = cache_.bytes();
   const auto streamed = std::find_if(groups_.begin(), groups_.end(),
                                      [](const Group& group) { return !group.home && !group.by_use; });
   if (streamed != groups_.end())
     plan.order = schedule_.order_after(static_cast<GroupId>(streamed - groups_.begin()), groups_.size());
+  std::erase_if(plan.order, [&](GroupId id) { return id >= plan.resident.size(); });
   return plan;
 }
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstring>
+#include <limits>
 #include <span>
 #include <sstream>
 #include <system_error>
@@ -51,6 +52,37 @@ File::File(const std::string& path) : path_(path), file_(path) {
   device_ = status.device;
   modified_ns_ = status.modified_ns;
   admission_ = std::make_unique<Admission>(size_);
+  ask_for_direct_reads();
+}
+
+std::shared_ptr<const File> File::scratch(const std::string& folder) {
+  try {
+    return std::shared_ptr<const File>(new File(OpenFile::Scratch(), folder));
+  } catch (const std::system_error& error) {
+    throw SourceError("cannot make a file in '" + folder + "': " + error.code().message());
+  }
+}
+
+File::File(OpenFile::Scratch scratch, const std::string& folder)
+    : path_(folder),
+      file_(scratch, folder),
+      size_(std::numeric_limits<std::uint64_t>::max()),
+      scratch_(true),
+      admission_(std::make_unique<Admission>(0)) {
+  ask_for_direct_reads();
+}
+
+void File::write(std::uint64_t offset, const std::byte* src, std::size_t bytes) const {
+  const NoFork no_fork;
+  try {
+    file_.write(offset, src, bytes);
+  } catch (const std::system_error& error) {
+    throw SourceError("cannot write " + amount(bytes) + " to a file in '" + path_ +
+                      "': " + error.code().message());
+  }
+}
+
+void File::ask_for_direct_reads() {
   // Zero: no direct reads. More than a page: a disk that we have no buffers for.
   const std::size_t memory = file_.direct_memory_alignment(), offsets = file_.direct_offset_alignment();
   direct_ = memory != 0 && memory <= kDirectAlign && offsets <= kDirectAlign;
@@ -92,6 +124,7 @@ void File::read(std::uint64_t offset, std::byte* dst, std::size_t bytes, const s
 }
 
 void File::check_unchanged(const std::string& who) const {
+  if (scratch_) return;
   OpenFile::Status status;
   try {
     status = file_.status();

@@ -24,6 +24,12 @@ class File {
  public:
   /// Throws SourceError that names the file.
   static std::shared_ptr<const File> open(const std::string& path);
+  /// A file without a name in `folder`, for bytes of this process. Throws SourceError that names the folder.
+  static std::shared_ptr<const File> scratch(const std::string& folder);
+
+  /// Writes bytes at `offset`, as far as the page cache; of scratch() alone. Nobody reads them meanwhile.
+  /// Throws SourceError that names the folder (the disk is full).
+  void write(std::uint64_t offset, const std::byte* src, std::size_t bytes) const;
 
   File(const File&) = delete;
   File& operator=(const File&) = delete;
@@ -54,6 +60,8 @@ class File {
 
  private:
   explicit File(const std::string& path);
+  File(OpenFile::Scratch scratch, const std::string& folder);
+  void ask_for_direct_reads();
 
   enum class ReadPath {
     copy,     ///< from the page cache
@@ -77,6 +85,7 @@ class File {
   std::uint64_t inode_ = 0;
   std::uint64_t device_ = 0;
   std::int64_t modified_ns_ = 0;
+  const bool scratch_ = false;                ///< this process changes it
   mutable std::atomic<bool> direct_{false};   ///< direct reads have not been refused yet
   mutable std::atomic<bool> bounded_{false};  ///< what is read ahead would exceed a bound that was named
   std::unique_ptr<Admission> admission_;      ///< shared by all readers; thread-safe

@@ -26,11 +26,18 @@ class OpenFile {
 
   /// `path` is UTF-8.
   explicit OpenFile(const std::string& path);
+  /// A new file without a name in `folder`, to be written and read. It goes with this object, also if the
+  /// process is killed.
+  struct Scratch {};
+  OpenFile(Scratch, const std::string& folder);
   ~OpenFile();
   OpenFile(const OpenFile&) = delete;
   OpenFile& operator=(const OpenFile&) = delete;
 
   Status status() const;
+
+  /// Writes all bytes; of a Scratch alone. Makes the file longer if need be.
+  void write(std::uint64_t offset, const std::byte* src, std::size_t bytes) const;
 
   /// Reads at least one and at most `bytes` bytes, through the page cache; returns how many, and 0 at the end
   /// of the file.
@@ -57,6 +64,8 @@ class OpenFile {
   void end_read_ahead() const noexcept;
 
  private:
+  void open_for_direct_reads();
+
   std::intptr_t handle_ = -1;
   std::intptr_t direct_ = -1;  ///< the same file, for reads past the page cache
   std::size_t memory_alignment_ = 0;

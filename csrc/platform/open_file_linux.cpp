@@ -54,8 +54,18 @@ bool readable_now(int fd, std::uint64_t offset) noexcept {
 
 OpenFile::OpenFile(const std::string& path) : handle_(::open(path.c_str(), O_RDONLY | O_CLOEXEC)) {
   if (handle_ < 0) fail();
+  ::posix_fadvise(descriptor(handle_), 0, 0, POSIX_FADV_SEQUENTIAL);  // longer read-ahead into the page cache
+  open_for_direct_reads();
+}
+
+OpenFile::OpenFile(Scratch, const std::string& folder)
+    : handle_(::open(folder.c_str(), O_TMPFILE | O_RDWR | O_CLOEXEC, S_IRUSR | S_IWUSR)) {
+  if (handle_ < 0) fail();
+  open_for_direct_reads();
+}
+
+void OpenFile::open_for_direct_reads() {
   const int fd = descriptor(handle_);
-  ::posix_fadvise(fd, 0, 0, POSIX_FADV_SEQUENTIAL);  // longer read-ahead for what enters the page cache
   std::size_t memory_alignment = kUsualAlignment, offset_alignment = kUsualAlignment;
 #ifdef STATX_DIOALIGN
   struct statx status{};
@@ -85,6 +95,17 @@ OpenFile::Status OpenFile::status() const {
   if (::fstat(descriptor(handle_), &status) != 0) fail();
   return {S_ISREG(status.st_mode), static_cast<std::uint64_t>(status.st_size), status.st_ino, status.st_dev,
           static_cast<std::int64_t>(status.st_mtim.tv_sec) * 1'000'000'000 + status.st_mtim.tv_nsec};
+}
+
+void OpenFile::write(std::uint64_t offset, const std::byte* src, std::size_t bytes) const {
+  while (bytes > 0) {
+    const ssize_t put = ::pwrite(descriptor(handle_), src, bytes, static_cast<off_t>(offset));
+    if (put < 0 && errno == EINTR) continue;
+    if (put < 0) fail();
+    offset += static_cast<std::uint64_t>(put);
+    src += put;
+    bytes -= static_cast<std::size_t>(put);
+  }
 }
 
 std::size_t OpenFile::read(std::uint64_t offset, std::byte* dst, std::size_t bytes) const {

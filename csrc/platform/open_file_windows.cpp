@@ -1,6 +1,8 @@
 #include "platform/open_file.h"
 
 #include <algorithm>
+#include <atomic>
+#include <string>
 #include <system_error>
 
 #include "platform/windows_api.h"
@@ -44,6 +46,33 @@ OpenFile::OpenFile(const std::string& path)
           wide(path).c_str(), GENERIC_READ, FILE_SHARE_READ | FILE_SHARE_WRITE | FILE_SHARE_DELETE, nullptr,
           OPEN_EXISTING, FILE_FLAG_OVERLAPPED | FILE_FLAG_SEQUENTIAL_SCAN, nullptr))) {
   if (handle_of(handle_) == INVALID_HANDLE_VALUE) fail();
+}
+
+OpenFile::OpenFile(Scratch, const std::string& folder) {
+  static std::atomic<unsigned> made{0};
+  const std::string path =
+      folder + "\\dynswap-" + std::to_string(::GetCurrentProcessId()) + "-" + std::to_string(++made) + ".tmp";
+  handle_ = reinterpret_cast<std::intptr_t>(
+      ::CreateFileW(wide(path).c_str(), GENERIC_READ | GENERIC_WRITE, 0, nullptr, CREATE_NEW,
+                    FILE_ATTRIBUTE_TEMPORARY | FILE_FLAG_DELETE_ON_CLOSE | FILE_FLAG_OVERLAPPED, nullptr));
+  if (handle_of(handle_) == INVALID_HANDLE_VALUE) fail();
+}
+
+void OpenFile::write(std::uint64_t offset, const std::byte* src, std::size_t bytes) const {
+  while (bytes > 0) {
+    OVERLAPPED at{};
+    at.Offset = static_cast<DWORD>(offset);
+    at.OffsetHigh = static_cast<DWORD>(offset >> 32);
+    at.hEvent = event_of_this_thread();
+    const auto some = static_cast<DWORD>(std::min<std::size_t>(bytes, 1u << 30));
+    if (::WriteFile(handle_of(handle_), src, some, nullptr, &at) == 0 && ::GetLastError() != ERROR_IO_PENDING)
+      fail();
+    DWORD put = 0;
+    if (::GetOverlappedResult(handle_of(handle_), &at, &put, /*bWait=*/TRUE) == 0) fail();
+    offset += put;
+    src += put;
+    bytes -= put;
+  }
 }
 
 OpenFile::~OpenFile() { ::CloseHandle(handle_of(handle_)); }

@@ -68,7 +68,9 @@ PyObject* call(PyObject* self, PyObject* arguments, PyObject* keywords) {
         session->call_begins();
         session->announce_call(session_object, py::reinterpret_borrow<py::object>(self));
       }
-      if (refetch && (session->fetches_any_again() || RefetchInBackward::seen_by_others())) hooks.emplace();
+      if (refetch &&
+          (session->fetches_any_again() || session->offload() || RefetchInBackward::seen_by_others()))
+        hooks.emplace();
     }
     auto result = py::reinterpret_steal<py::object>(plain_call(self, arguments, keywords));
     if (outermost || outermost_of_session) {

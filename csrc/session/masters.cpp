@@ -173,6 +173,7 @@ void Session::pin_replaced() {
 }
 
 void Session::call_begins() {
+  if (offload_) offload_->call_begins();
   ++calls_;
   tell_lost();
   release_idle_nodes();

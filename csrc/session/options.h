@@ -23,6 +23,10 @@ struct SessionOptions {
         keep(given.attr("host_budget").attr("caches").cast<bool>() ? Keep::yes : Keep::no) {
     engine.prefetch = given.attr("prefetch").cast<std::uint32_t>();
     engine.strict_budget = given.attr("strict_budget").cast<bool>();
+    if (const py::object activations = given.attr("activations"); !activations.is_none()) {
+      engine.short_lived_bytes = activations.attr("bytes").cast<std::size_t>();
+      activations_folder = activations.attr("folder").cast<std::string>();
+    }
     if (const py::object mesh = given.attr("mesh"); !mesh.is_none()) {
       const py::object groups = mesh.attr("open")(given.attr("device"));
       const RanksOfGroup group{groups.attr("for_device").cast<c10::intrusive_ptr<c10d::Backend>>(),
@@ -41,6 +45,7 @@ struct SessionOptions {
   Keep keep;
   std::shared_ptr<GatheredCopies> ranks;  ///< null: this process copies for itself alone
   py::object close_groups;                ///< to be called after GatheredCopies::close()
+  std::string activations_folder;         ///< if some go to a file
   EngineOptions engine;                   ///< without what a plan adds: its budget, and groups that are known
 };
 

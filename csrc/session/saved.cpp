@@ -20,16 +20,20 @@
 
 namespace dynswap {
 
+void refuse_if_written(std::uint32_t saved, std::uint32_t now, const at::Tensor& like,
+                       at::IntArrayRef sizes) {
+  if (saved == now || !PROTECTED(saved_version_checked)) return;
+  const std::string type = like.toString();
+  throw std::runtime_error(
+      "one of the variables needed for gradient computation has been modified by an inplace operation: [" +
+      type + " " + c10::str(sizes) + "] is at version " + std::to_string(now) + "; expected version " +
+      std::to_string(saved) + " instead.");
+}
+
 namespace {
 
 void refuse_if_written(std::uint32_t saved, std::uint32_t now, const at::Tensor& tensor) {
-  if (saved == now || !PROTECTED(saved_version_checked)) return;
-  const std::string type = tensor.toString();
-  const std::string sizes = c10::str(tensor.sizes());
-  throw std::runtime_error(
-      "one of the variables needed for gradient computation has been modified by an inplace operation: [" +
-      type + " " + sizes + "] is at version " + std::to_string(now) + "; expected version " +
-      std::to_string(saved) + " instead.");
+  dynswap::refuse_if_written(saved, now, tensor, tensor.sizes());
 }
 
 /// Any other tensor. Detached: were it the tensor itself, an operation's output would own its own graph.

@@ -3,6 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <cstdint>
 #include <memory>
 
 namespace dynswap {
@@ -17,6 +18,10 @@ struct Saved {
 
 /// The reference to keep instead of a tensor, or null if the tensor is to be kept itself.
 std::unique_ptr<Saved> reference_to(const at::Tensor& tensor);
+
+/// Throws as torch does, if the version of a saved tensor has changed.
+/// `like` has its type and device.
+void refuse_if_written(std::uint32_t saved, std::uint32_t now, const at::Tensor& like, at::IntArrayRef sizes);
 
 /// Keeps the tensor itself.
 std::unique_ptr<Saved> kept(const at::Tensor& tensor);

@@ -47,6 +47,8 @@ constexpr const char* kSaved = "dynswap_ext.saved";
 PyObject* pack(PyObject*, PyObject* object) {
   return or_python_error([&]() -> py::object {
     std::unique_ptr<Saved> saved = reference_to(tensor_of(object));
+    const Session* const session = saved ? nullptr : innermost_session();
+    if (session != nullptr) saved = session->offloaded(tensor_of(object));
     return as_capsule(saved ? std::move(saved) : kept(tensor_of(object)), kSaved);
   });
 }

@@ -34,6 +34,10 @@ Session::Session(const SessionOptions& options, const Budget& budget, const Hook
       wanted_backend_(backend),
       pinned_copies_(options_.page_locks ? std::make_shared<PinnedCopies>() : nullptr),
       hooks_(hooks),
+      offload_(options_.engine.short_lived_bytes == 0
+                   ? nullptr
+                   : std::make_shared<SavedOffload>(options_.device, options_.engine.short_lived_bytes,
+                                                    options_.activations_folder)),
       table_(new_table()) {
   if (!device().is_cpu()) hear_of_record_stream(device().type());
   const auto plan = std::make_shared<Plan>(budget);
@@ -107,6 +111,11 @@ void Session::abandon_all_after_fork() {
 Stats Session::stats() const {
   Stats stats = plan_->engine->stats();
   stats.add_counters(counters_);
+  if (offload_) {
+    stats.offloaded_bytes = offload_->figures().out_bytes;
+    stats.restored_bytes += offload_->figures().in_bytes;
+    stats.saved_bytes = offload_->figures().peak_bytes;
+  }
   // What the session keeps for itself is not handed out.
   for (const auto& weight : table_->weights()) {
     if (weight->only_cached() && stats.live_leases > 0) --stats.live_leases;
@@ -128,6 +137,7 @@ std::uint64_t Session::given_way_bytes() const {
 void Session::reset_stats() {
   counters_ = Stats();
   plan_->engine->reset_counters();
+  if (offload_) offload_->reset_figures();
 }
 
 c10::StreamId Session::stream_id() const {

@@ -15,6 +15,7 @@
 #include "platform/fork_safe.h"
 #include "session/hooks.h"
 #include "session/lost_writes.h"
+#include "session/offload.h"
 #include "session/options.h"
 #include "session/read_whole.h"
 #include "session/saved_plan.h"
@@ -123,6 +124,12 @@ class Session : public Server, public std::enable_shared_from_this<Session> {
     if (weight.path != Weight::AccessPath::streamed || !weight.plan) return false;
     return !weight.resident() || weight.plan->gives_way;
   }
+  /// What stands in the graph for a tensor that no weight is, if saved tensors leave the device; else null.
+  std::unique_ptr<Saved> offloaded(const at::Tensor& tensor) const {
+    return offload_ ? offload_->keep(plan_->engine, tensor) : nullptr;
+  }
+  /// Null: saved tensors stay.
+  const std::shared_ptr<SavedOffload>& offload() const noexcept { return offload_; }
   /// Whether some weight is copied again for a backward pass.
   bool fetches_any_again() const noexcept { return streams_any_ || table_->copies_any(); }
 
@@ -329,6 +336,7 @@ class Session : public Server, public std::enable_shared_from_this<Session> {
   const Hooks hooks_;
   std::string backend_;
   const std::shared_ptr<ReadWhole> read_whole_ = std::make_shared<ReadWhole>();  ///< never null
+  const std::shared_ptr<SavedOffload> offload_;
   std::shared_ptr<const Plan> plan_;    ///< never null; a new one takes its place once it is carried out
   std::shared_ptr<WeightTable> table_;  ///< never null
   std::vector<std::shared_ptr<Weight>> recent_;          ///< whose latest tensor was alive at the last look

@@ -63,6 +63,13 @@ class Stats:
     given_way_bytes: int
     #: How often a calling thread waited for the device for another reason than a copy.
     host_synchronisations: int
+    #: Bytes of tensors saved for backward that were copied to the host (`install(activations=)`).
+    offloaded_bytes: int
+    #: Bytes of tensors saved for backward that were brought back.
+    restored_bytes: int
+    #: Most bytes of tensors saved for backward that were on the device at one time, with those on their way
+    #: to the host.
+    saved_bytes: int
 
     #: All groups of weights in the plan.
     groups: int

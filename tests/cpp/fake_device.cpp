@@ -76,7 +76,7 @@ struct FakeDevice::Part {
 };
 
 struct FakeDevice::Op {
-  // One of: wait for `event`; complete `mark`; check `expected` at `data`.
+  // One of: wait for `event`; complete `mark`; write to the host; check `expected` at `data`.
   EventPtr event;
   std::shared_ptr<Mark> mark;
   std::shared_ptr<Block> block;
@@ -84,6 +84,7 @@ struct FakeDevice::Op {
   Expected expected;
   std::string what;
   bool last = false;  ///< the kernel's end
+  std::function<void()> host_write{};
 };
 
 class FakeDevice::Adapter final : public Backend {
@@ -125,6 +126,14 @@ void FakeDevice::kernel(Stream stream, const std::byte* data, Expected expected,
   for (const bool last : {false, true}) {
     streams_[stream].push_back({nullptr, nullptr, block, data, expected, what, last});
   }
+  tick();
+}
+
+void FakeDevice::host_write(Stream stream, std::byte* to, std::size_t bytes, std::byte value) {
+  const std::lock_guard lock(mutex_);
+  Op op;
+  op.host_write = [=] { std::memset(to, static_cast<int>(value), bytes); };
+  streams_[stream].push_back(std::move(op));
   tick();
 }
 
@@ -406,6 +415,10 @@ bool FakeDevice::run(Op& op) {
   if (op.event) return op.event->done();
   if (op.mark) {
     op.mark->is_done.store(true, std::memory_order_release);
+    return true;
+  }
+  if (op.host_write) {
+    op.host_write();
     return true;
   }
   const std::vector<std::byte>& expected = *op.expected;

@@ -48,6 +48,9 @@ class FakeDevice : public std::enable_shared_from_this<FakeDevice> {
   /// Enqueues a kernel that reads `expected->size()` bytes at `data`. `what` names it in violations.
   void kernel(Stream stream, const std::byte* data, Expected expected, const std::string& what);
 
+  /// Enqueues a write of host memory, as a copy from the device to the host makes it.
+  void host_write(Stream stream, std::byte* to, std::size_t bytes, std::byte value);
+
   /// Runs all that has been enqueued. What cannot run then (a deadlock) is a violation.
   void drain();
 
