@@ -80,6 +80,7 @@ struct OffloadedStorage {
   EventPtr written;
   /// Version counters of the views that are saved, and their values as the storage left.
   std::vector<std::pair<c10::VariableVersion, std::uint32_t>> versions;
+  bool departing = false;               ///< a copy to the host may be under way
   bool passed = false;                  ///< backward has come to it
   std::size_t views = 0, unpacked = 0;  ///< how many stand in graphs, and have been asked for
   c10::Storage back;                    ///< what came back, until each view has been unpacked
@@ -148,7 +149,7 @@ c10::Storage OffloadedStorage::bring(std::thread::id reader) {
   const bool first = !std::exchange(passed, true);
   c10::intrusive_ptr<c10::StorageImpl> there = held ? held : original.lock();
   if (there) {
-    if (!held && first && !back) {
+    if (!held && !departing && first && !back) {
       // Somebody else has it.
       if (offload->of_others_.size() <= index) offload->of_others_.resize(index + 1, 0);
       offload->of_others_[index] = bytes;
@@ -319,6 +320,7 @@ void SavedOffload::leave(const std::shared_ptr<OffloadedStorage>& storage, Strea
     });
     storage->written = storage->engine->record(out);
     departing_.push_back({bytes, host, storage->engine, storage->written, storage});
+    storage->departing = true;
     departing_bytes_ += storage->bytes;
   }
   storage->host = source;
@@ -336,8 +338,10 @@ SavedOffload::Departing SavedOffload::take_oldest_departing() {
   Departing oldest = std::move(departing_.front());
   departing_.pop_front();
   departing_bytes_ -= oldest.storage->nbytes();
-  if (const auto storage = oldest.of.lock())
+  if (const auto storage = oldest.of.lock()) {
+    storage->departing = false;
     storage->engine->offer(storage->id, storage->host, oldest.written);
+  }
   note_bytes();
   return oldest;
 }
@@ -371,7 +375,7 @@ void SavedOffload::gone(OffloadedStorage& storage) noexcept {
   if (const auto found = known_.find(storage.identity); found != known_.end() && found->second.expired())
     known_.erase(found);
   if (--alive_ == 0) {
-    last_step_ = figures_.saved_bytes = saved_in_step_;
+    last_step_ = saved_in_step_;
     call_begins();
   }
   note_bytes();

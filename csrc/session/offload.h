@@ -52,10 +52,9 @@ class SavedOffload : public std::enable_shared_from_this<SavedOffload> {
   void call_begins() noexcept;
 
   struct Figures {
-    std::uint64_t saved_bytes = 0;  ///< of all storages that could have left, in the last step that ended
-    std::uint64_t out_bytes = 0;    ///< copied to the host
-    std::uint64_t in_bytes = 0;     ///< copied back without an engine
-    std::uint64_t peak_bytes = 0;   ///< most on the device at one time, of what is saved and on its way out
+    std::uint64_t out_bytes = 0;   ///< copied to the host
+    std::uint64_t in_bytes = 0;    ///< copied back without an engine
+    std::uint64_t peak_bytes = 0;  ///< most on the device at one time, of what is saved and on its way out
   };
   const Figures& figures() const noexcept { return figures_; }
   void reset_figures() noexcept { figures_ = {}; }
