@@ -3,7 +3,11 @@
 #include <ATen/DeviceAccelerator.h>
 
 #include <algorithm>
+#include <array>
+#include <bit>
 #include <cstddef>
+#include <cstdint>
+#include <limits>
 #include <map>
 #include <mutex>
 #include <utility>
@@ -17,12 +21,15 @@ namespace dynswap {
 
 namespace {
 
-/// Every Sharing that there is.
+/// Every Sharing that there is, by the magnitude of its length. What may reach an address from below is then
+/// looked for over no more than its own length, however long others are.
 struct Registry {
+  using ByAddress = std::multimap<const std::byte*, Sharing*>;
+  static constexpr int kMagnitudes = std::numeric_limits<std::uintptr_t>::digits + 1;
+
   Mutex mutex;
   // LOCK: mutex guards all below.
-  std::multimap<const std::byte*, Sharing*> by_address;
-  std::size_t longest = 0;  ///< bytes of the longest that there has been
+  std::array<ByAddress, kMagnitudes> by_magnitude;
 
   /// Never freed: weights may outlive static objects.
   static Registry& get() {
@@ -30,13 +37,20 @@ struct Registry {
     return *registry;
   }
 
+  ByAddress& like(const Elements& elements) { return by_magnitude[std::bit_width(elements.bytes)]; }
+
   /// Calls `use` for each Sharing of which a byte may lie in [begin, end).
   template <class Use>
   void for_near(const std::byte* begin, const std::byte* end, const Use& use) const {
     const auto address = reinterpret_cast<std::uintptr_t>(begin);
-    const auto* const from = begin - std::min<std::uintptr_t>(longest, address);
-    for (auto entry = by_address.lower_bound(from); entry != by_address.end() && entry->first < end; ++entry)
-      use(*entry->second);
+    for (int magnitude = 0; magnitude < kMagnitudes; ++magnitude) {
+      const ByAddress& alike = by_magnitude[magnitude];
+      if (alike.empty()) continue;
+      const auto longest = magnitude == 0 ? 0 : ~std::uintptr_t{0} >> (kMagnitudes - 1 - magnitude);
+      const auto* const from = begin - std::min(longest, address);
+      for (auto entry = alike.lower_bound(from); entry != alike.end() && entry->first < end; ++entry)
+        use(*entry->second);
+    }
   }
 };
 
@@ -66,13 +80,11 @@ std::shared_ptr<Sharing> Sharing::of(const at::Tensor& master, Place place,
   const Elements& elements = made->place_.elements;
   const Locked locked;
   locked.registry.for_near(elements.address, elements.end(), [&](Sharing& other) {
-    // Quick, as there may be many below within the length of the longest.
-    if (other.place_.elements.end() <= elements.address || !made->has_bytes_of(other)) return;
+    if (!made->has_bytes_of(other)) return;
     made->overlaps_ = true;
     other.overlaps_ = true;
   });
-  locked.registry.by_address.emplace(elements.address, made.get());
-  locked.registry.longest = std::max(locked.registry.longest, elements.bytes);
+  locked.registry.like(elements).emplace(elements.address, made.get());
   return made;
 }
 
@@ -85,9 +97,10 @@ Sharing::Sharing(Private, const at::Tensor& master, Place place, const std::shar
 
 Sharing::~Sharing() {
   const Locked locked;
-  const auto [first, last] = locked.registry.by_address.equal_range(place_.elements.address);
+  Registry::ByAddress& alike = locked.registry.like(place_.elements);
+  const auto [first, last] = alike.equal_range(place_.elements.address);
   const auto entry = std::find_if(first, last, [&](const auto& other) { return other.second == this; });
-  if (entry != last) locked.registry.by_address.erase(entry);
+  if (entry != last) alike.erase(entry);
 }
 
 /// Whether some byte may be of both masters. The same master in another plan or session does not count; nor
