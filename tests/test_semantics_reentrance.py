@@ -7,6 +7,7 @@ in weight.h.
 
 from __future__ import annotations
 
+import copy
 import gc
 import threading
 import weakref
@@ -18,9 +19,11 @@ import torch
 from torch import Tensor, nn
 
 import dynswap_ext
+from coded_masters import code_masters
 from conftest import Provider
 from dynswap_ext import testing
 from dynswap_ext._swap.parameter_proxy import plain_tensor_of
+from dynswap_ext.lossless.tensor import LosslessTensor
 from threads import at_once, repeated
 
 WIDTH = 24
@@ -334,3 +337,29 @@ def test_what_a_call_wrote_on_a_weight_is_in_its_master_after_the_next_call(
         for _ in range(2):
             model(provider.randn(2, WIDTH))
     testing.assert_bit_equal(master.detach(), 2 * before)
+
+
+def test_a_call_while_coded_bytes_are_released(provider: Provider) -> None:
+    """A call that runs while the session lets go of coded bytes sees what was written to their master."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(*(nn.Linear(96, 96) for _ in range(3)))
+    model = code_masters(copy.deepcopy(plain))
+    provider.install(model, dtype=torch.float64)
+    x = provider.randn(2, 96)
+    seen: list[tuple[bool, Tensor]] = []
+    written = False
+    with torch.no_grad():
+        before = model(x)
+        master = model[0]._parameters["weight"]
+        assert isinstance(master, LosslessTensor)
+        assert master.coded is not None
+        weakref.finalize(master.coded, lambda: seen.append((written, model(x))))
+        for each in (master, plain[0].weight):
+            each.mul_(2)
+        written = True
+        seen.append((written, model(x)))
+        gc.collect()
+        after = testing.moved(plain, provider.device, torch.float64)(x)
+    assert len(seen) == 2
+    for of_written, output in seen:  # pure Python keeps no coded bytes, so they go before the write
+        testing.assert_bit_equal(output, after if of_written else before)

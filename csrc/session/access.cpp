@@ -335,7 +335,7 @@ at::Tensor Session::fetch_again(Weight& weight, const at::Tensor& master, std::t
   if (served && weight.state.same_bytes(*master.unsafeGetTensorImpl())) {
     DeferredRelease dropped;
     const bool plain = !weight.resident() && weight.became_plain();
-    if (plain) follow_plain(weight, *weight.content->with_bytes());
+    if (plain) follow_plain(weight, *weight.content->with_bytes(), dropped);
     if (plain || (!weight.resident() && weight.silently_written())) drop_outdated_copy(weight, dropped);
   }
   if (served && weight.plan && weight.state.same_bytes(*master.unsafeGetTensorImpl())) {

@@ -65,7 +65,7 @@ void Session::master_changed(Weight& weight, PyObject* master_object, DeferredRe
   const std::shared_ptr<WeightTable> table = table_;
   const std::shared_ptr<const Plan> plan = weight.plan;
   const SourcePtr old = plan ? plan->engine->source(weight.id) : nullptr;
-  table->replace_master(weight, master_object);
+  dropped.earlier.push_back(table->replace_master(weight, master_object));
   if (weight.plan != plan)
     return weight.forget(dropped);  // Python code has run, and with it another plan came
   const bool streamed = weight.path == Weight::AccessPath::streamed;
@@ -272,7 +272,7 @@ void Session::write_back(Weight& weight, DeferredRelease& dropped) {
   if (last_look && record->postponed()) record->note_untracked_alias();  // in a capture: look another time
   if (!written) return;
   if (weight.became_plain() && !closed_) {
-    follow_plain(weight, *record->content());
+    follow_plain(weight, *record->content(), dropped);
     record->follow_plain();
   }
   // The tensor that was written is the newest there is, so it stays the one to hand out.
@@ -287,8 +287,8 @@ void Session::write_back(Weight& weight, DeferredRelease& dropped) {
 }
 
 /// The master was coded, and has plain values by now. Copies already made stay.
-void Session::follow_plain(Weight& weight, MasterContent& content) {
-  table_->follow_plain(weight, content);
+void Session::follow_plain(Weight& weight, MasterContent& content, DeferredRelease& dropped) {
+  dropped.earlier.push_back(table_->follow_plain(weight, content));
   if (!weight.plan) return;
   weight.plan->engine->replace_source(weight.id, weight.source);
   to_pin_.push_back(weight.shared_from_this());

@@ -294,7 +294,7 @@ class Session : public Server, public std::enable_shared_from_this<Session> {
   void pin(WeightTable& table, const std::vector<Weight*>& weights);  ///< releases the GIL for a while
   void pin_replaced();
   bool travels_alone(const Weight& weight) const;
-  void follow_plain(Weight& weight, MasterContent& content);
+  void follow_plain(Weight& weight, MasterContent& content, DeferredRelease& dropped);
   void update_copy(Weight& weight, bool alone);
   void update_source(const Weight& weight, SourcePtr source, bool alone);
   void forget_group(Weight& weight, DeferredRelease& dropped);

@@ -31,10 +31,11 @@ struct DeferredRelease {
   DeferredRelease& operator=(const DeferredRelease&) = delete;
   ~DeferredRelease() { drop(); }
 
-  bool empty() const noexcept { return tensors.empty() && nodes.empty() && !pinned; }
+  bool empty() const noexcept { return tensors.empty() && nodes.empty() && earlier.empty() && !pinned; }
   void drop() {
     tensors.clear();
     nodes.clear();
+    earlier.clear();
     if (!pinned) return;
     const py::gil_scoped_release release;  // its memory may have to be unlocked, and is freed
     pinned.reset();
@@ -42,6 +43,7 @@ struct DeferredRelease {
 
   std::vector<py::object> tensors;
   std::vector<SharedNodeOwner::Pointer> nodes;
+  std::vector<std::shared_ptr<const void>> earlier;  ///< of WeightTable::replace_master()
   SourcePtr pinned;
 };
 

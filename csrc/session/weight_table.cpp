@@ -174,8 +174,8 @@ bool WeightTable::slice(Kind& kind, const Weight& weight, PyObject* master_objec
   return true;
 }
 
-void WeightTable::classify(Weight& weight, PyObject* master_object, const Mappings& mappings,
-                           std::int64_t slices) {
+std::shared_ptr<const void> WeightTable::classify(Weight& weight, PyObject* master_object,
+                                                  const Mappings& mappings, std::int64_t slices) {
   // May run Python code, or throw: until then the weight is what it was.
   Kind kind = kind_of(weight, master_object, mappings, slices);
   const at::Tensor& master = THPVariable_Unpack(master_object);
@@ -183,7 +183,7 @@ void WeightTable::classify(Weight& weight, PyObject* master_object, const Mappin
   weight.master_storage.reset();
   if (const c10::Storage& storage = master.unsafeGetTensorImpl()->unsafe_storage())
     weight.master_storage = storage.getWeakStorageImpl();
-  weight.content = std::move(kind.content);
+  weight.content.swap(kind.content);
   std::optional<Sharing::Place> place;
   if (weight.moves_bytes()) place = weight.content ? weight.content->place() : Sharing::Place::of(master);
   const bool mapped = !weight.content && (kind.source ? kind.source->mapped : is_mapped(master, mappings));
@@ -194,29 +194,36 @@ void WeightTable::classify(Weight& weight, PyObject* master_object, const Mappin
   for (const auto& [name, part] : weight.parts) --part->holders;
   for (const auto& [name, part] : kind.parts) ++part->holders;
   weight.parts.swap(kind.parts);
-  if (kind.source == nullptr) {
+  const bool streams = kind.source != nullptr;
+  weight.source.swap(kind.source);
+  if (streams) {
+    // Coded bytes are never written to: a write makes the master plain.
+    weight.watch_master(weight.source->coding ? nullptr : std::make_shared<MemoryWatch>(*weight.source));
+  } else {
+    weight.source = kind.source;
     weight.drop_bytes();
     weight.watch_master(kind.watched.defined() ? watch_of(kind.watched, weight.mapped) : nullptr);
-    return;
   }
-  weight.source = kind.source;
-  // Coded bytes are never written to: a write makes the master plain.
-  weight.watch_master(weight.source->coding ? nullptr : std::make_shared<MemoryWatch>(*weight.source));
+  const bool was_known = kind.source || kind.content || !kind.parts.empty();
+  return was_known ? std::make_shared<const Kind>(std::move(kind)) : nullptr;
 }
 
-void WeightTable::replace_master(Weight& weight, PyObject* master_object) {
+std::shared_ptr<const void> WeightTable::replace_master(Weight& weight, PyObject* master_object) {
   const at::Tensor& master = THPVariable_Unpack(master_object);
   sweep();
   by_master_[master.unsafeGetTensorImpl()] = &weight;
-  classify(weight, master_object, MappingsOfMasters().of(master));
+  return classify(weight, master_object, MappingsOfMasters().of(master));
 }
 
-void WeightTable::follow_plain(Weight& weight, MasterContent& content) {
-  weight.content = content.as_plain();
-  const at::Tensor values = weight.content->memory();
-  weight.source =
+std::shared_ptr<const void> WeightTable::follow_plain(Weight& weight, MasterContent& content) {
+  Kind kind{.content = content.as_plain()};
+  const at::Tensor values = kind.content->memory();
+  kind.source =
       source_of(values, weight.wanted, weight.name, MappingsOfMasters().of(values), settings_.keep, *memory_);
+  weight.content.swap(kind.content);
+  weight.source.swap(kind.source);
   weight.watch_master(std::make_shared<MemoryWatch>(*weight.source));
+  return std::make_shared<const Kind>(std::move(kind));
 }
 
 Weight& WeightTable::weight_of(PyObject* master, const std::string& name, bool parameter,

@@ -70,10 +70,12 @@ class WeightTable {
   /// Entries that are to be ignored are marked, and get no weight.
   void find_weights(PyObject* module_dict, const std::string& prefix, const Choice& choice,
                     MappingsOfMasters& mappings, std::vector<Entry>& entries, Streamed& streamed);
-  /// Gives the weight another master, or the same one with other memory or another layout.
-  void replace_master(Weight& weight, PyObject* master);
+  /// Gives the weight another master, or the same one with other memory or another layout. Returns what it
+  /// had of the earlier one, to be released after the change (Note [Release after the change]).
+  [[nodiscard]] std::shared_ptr<const void> replace_master(Weight& weight, PyObject* master);
   /// Has the weight follow its master, which was coded, to the memory where it has plain values by now.
-  void follow_plain(Weight& weight, MasterContent& content);
+  /// Returns what replace_master() does.
+  [[nodiscard]] std::shared_ptr<const void> follow_plain(Weight& weight, MasterContent& content);
   /// Drops weights of no plan, which nobody uses and whose masters have died.
   void sweep();
 
@@ -97,7 +99,8 @@ class WeightTable {
   Kind kind_of(const Weight& weight, PyObject* master, const Mappings& mappings, std::int64_t slices);
   bool slice(Kind& kind, const Weight& weight, PyObject* master_object, const Mappings& mappings,
              std::int64_t slices);
-  void classify(Weight& weight, PyObject* master, const Mappings& mappings, std::int64_t slices = 0);
+  std::shared_ptr<const void> classify(Weight& weight, PyObject* master, const Mappings& mappings,
+                                       std::int64_t slices = 0);
 
   const Settings settings_;
   const Hooks& hooks_;

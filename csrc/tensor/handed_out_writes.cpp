@@ -248,7 +248,7 @@ std::optional<std::uint32_t> HandedOut::take_to_master(bool look) {
 }
 
 void HandedOut::follow_plain() {
-  content_ = origin_.master->content;
+  const auto coded = std::exchange(content_, origin_.master->content);  // goes after the change
   master_watch_ = origin_.master->watch;
   master_writes_ = origin_.master->writes_seen;
   before_ = at::Tensor();
