@@ -32,17 +32,42 @@ void refuse_if_written(std::uint32_t saved, std::uint32_t now, const at::Tensor&
 
 namespace {
 
+/// None of a tensor without memory of its own, nor of one that was handed out: who has that is asked for.
+const void* storage_of(const c10::TensorImpl& tensor) {
+  if (!tensor.has_storage()) return nullptr;
+  const c10::StorageImpl* const storage = tensor.unsafe_storage().unsafeGetStorageImpl();
+  return HandedOut::of(*storage) == nullptr ? storage : nullptr;
+}
+
+}  // namespace
+
+SavedOriginal::SavedOriginal(const at::Tensor& saved)
+    : tensor_(saved.getIntrusivePtr()),
+      storage_(has_own_bytes(saved) ? storage_of(*saved.unsafeGetTensorImpl()) : nullptr) {}
+
+at::Tensor SavedOriginal::if_alive() const {
+  if (storage_ == nullptr) return {};
+  auto alive = tensor_.lock();
+  if (!alive || storage_of(*alive) != storage_) return {};
+  return at::Tensor::wrap_tensor_impl(std::move(alive));
+}
+
+namespace {
+
 void refuse_if_written(std::uint32_t saved, std::uint32_t now, const at::Tensor& tensor) {
-  dynswap::refuse_if_written(saved, now, tensor, tensor.sizes());
+  if (saved != now) dynswap::refuse_if_written(saved, now, tensor, tensor.sizes());  // a nested one has none
 }
 
 /// Any other tensor. Detached: were it the tensor itself, an operation's output would own its own graph.
 struct SavedTensor final : Saved {
-  explicit SavedTensor(const at::Tensor& saved) : tensor(alias_of(saved)), version(version_of(tensor)) {}
+  explicit SavedTensor(const at::Tensor& saved)
+      : original(saved), tensor(alias_of(saved)), version(version_of(tensor)) {}
   at::Tensor unpack() override {
     refuse_if_written(version, version_of(tensor), tensor);
-    return tensor;
+    at::Tensor alive = original.if_alive();
+    return alive.defined() ? alive : tensor;
   }
+  const SavedOriginal original;
   const at::Tensor tensor;
   const std::uint32_t version;
 };

@@ -3,6 +3,8 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <c10/core/TensorImpl.h>
+
 #include <cstdint>
 #include <memory>
 
@@ -22,6 +24,19 @@ std::unique_ptr<Saved> reference_to(const at::Tensor& tensor);
 /// Throws as torch does, if the version of a saved tensor has changed.
 /// `like` has its type and device.
 void refuse_if_written(std::uint32_t saved, std::uint32_t now, const at::Tensor& like, at::IntArrayRef sizes);
+
+/// The tensor that was saved, as long as somebody else has it. Plain torch gives that one back too, and so
+/// autograd does not take its memory for a gradient's.
+class SavedOriginal {
+ public:
+  explicit SavedOriginal(const at::Tensor& saved);
+  /// Undefined if it has died, or has other bytes by now than `storage`.
+  at::Tensor if_alive() const;
+
+ private:
+  c10::weak_intrusive_ptr<c10::TensorImpl> tensor_;
+  const void* const storage_;
+};
 
 /// Keeps the tensor itself.
 std::unique_ptr<Saved> kept(const at::Tensor& tensor);

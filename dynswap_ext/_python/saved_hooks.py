@@ -6,6 +6,7 @@ Where autograd saves a streamed weight, they keep a reference, which is fetched 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
@@ -27,10 +28,13 @@ class _SavedTensor:
         # Detached, because a saved tensor may be an operation's output, and would then own its own graph.
         self.tensor = tensor.detach()
         self.version = _version_of(self.tensor)
+        # What somebody has is returned itself, so that autograd does not take its memory for a gradient's.
+        self._original = weakref.ref(tensor) if copy_of(tensor) is None else None
 
     def unpack(self) -> torch.Tensor:
         _refuse_if_written(self.version, self.tensor)
-        return self.tensor
+        alive = None if self._original is None else self._original()
+        return self.tensor if alive is None else alive
 
 
 class _SavedWeight:
