@@ -37,6 +37,8 @@ PRIVATEUSE1_TESTS ?= $(addprefix tests/,cuda/test_cuda_any_accelerator.py cuda/t
   cuda/test_cuda_streams.py contract/test_lazy.py contract/test_modes.py contract/test_sent_where_it_computes.py \
   contract/test_ties.py contract/test_training.py test_install.py)
 OTHER_PYTHON ?= 3.13
+# Programs that train, for which what is saved leaves the device, too.
+TRAININGS := $(addprefix tests/programs/,test_trainer.py test_peft.py test_lightning.py test_optimizers.py test_diffusers_lora.py)
 RANDOM_PROGRAMS := tests/random_programs tests/programs/test_random_adapters.py
 # Where `make wheel` works, and what the wheels name as the index that has those for other torches.
 WHEEL_FOLDER ?= build/wheel
@@ -125,10 +127,10 @@ test-python: build $(VENV)/.installed
 test-coded: build $(VENV)/.installed
 	DYNSWAP_TEST_MASTERS=coded DYNSWAP_PROVIDER=native $(ALONGSIDE) -k 'not compile and not export' tests/contract tests/test_semantics_*.py $(PYTEST_ARGS)
 
-## make test-offloaded the contract but for compilers, where all that is saved for backward leaves the device (activations=)
+## make test-offloaded the contract but for compilers, and programs that train, where all that is saved leaves the device (activations=)
 # With no room on the device, nothing of it can be fetched ahead.
 test-offloaded: build $(VENV)/.installed
-	DYNSWAP_TEST_ACTIVATIONS=offloaded DYNSWAP_PROVIDER=native $(ALONGSIDE) -k 'native and not compile and not export and not in_its_own_order_ahead' tests/contract tests/test_semantics_*.py $(PYTEST_ARGS)
+	DYNSWAP_TEST_ACTIVATIONS=offloaded DYNSWAP_PROVIDER=native $(ALONGSIDE) -k 'native and not compile and not export and not in_its_own_order_ahead' tests/contract tests/test_semantics_*.py $(TRAININGS) $(PYTEST_ARGS)
 
 ## make test-cuda      what installs a model, on a pretend CUDA device; DYNSWAP_SEED=7 is another order of its work
 test-cuda: build $(VENV)/.installed

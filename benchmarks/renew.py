@@ -49,6 +49,7 @@ RUNS = {
     "stream_mmap_threshold": Run("stream", environment={"MALLOC_MMAP_THRESHOLD_": "1048576"}),
     "access": Run("access"),
     "train": Run("train"),
+    "activations": Run("activations", environment={"MALLOC_MMAP_THRESHOLD_": "1048576"}),
     "disk": Run("disk", ("--tokens", "256", "--rounds", "2")),
     "host_memory": Run("host_memory"),
     "ranks": Run("ranks"),

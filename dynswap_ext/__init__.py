@@ -31,11 +31,13 @@ from dynswap_ext.profile.stats import Stats
 
 if TYPE_CHECKING:
     from dynswap_ext import checkpoint, inspect, testing
+    from dynswap_ext.activations import ActivationOffloading, offload_activations
     from dynswap_ext.device_map import Handles, install_by_device
     from dynswap_ext.integrations.transformers import StreamConfig
     from dynswap_ext.sharing import SharedMasters, share_masters
 
 __all__ = [
+    "ActivationOffloading",
     "BackendInfo",
     "BudgetError",
     "ConfigError",
@@ -59,6 +61,7 @@ __all__ = [
     "install",
     "install_by_device",
     "is_installed",
+    "offload_activations",
     "share_masters",
     "testing",
     "uninstall",
@@ -71,6 +74,8 @@ def __getattr__(name: str) -> Any:
 
     if name in ("checkpoint", "inspect", "testing"):
         return importlib.import_module(f".{name}", __name__)
+    if name in ("ActivationOffloading", "offload_activations"):
+        return getattr(importlib.import_module(".activations", __name__), name)
     if name in ("Handles", "install_by_device"):
         return getattr(importlib.import_module(".device_map", __name__), name)
     if name in ("SharedMasters", "share_masters"):

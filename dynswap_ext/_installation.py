@@ -297,6 +297,7 @@ class Installation(ServedModules):
                 tuning=self.tuner.latest,
                 plan=plan,
                 made_for=self._made_for(),
+                activations=self.budget.activations if self.options.measures_activations else None,
             ).write(path)
 
     def plan_again(self, model: nn.Module) -> None:

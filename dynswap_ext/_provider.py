@@ -41,7 +41,7 @@ _SILENT_STREAMS = "DYNSWAP_ENGINE_BACKEND=torch takes torch's streams without th
 
 
 #: The keys of what the extension's `host_memory` returns.
-_USES_OF_RAM = ("locked", "copies", "staging", "page_cache")
+_USES_OF_RAM = ("locked", "copies", "staging", "page_cache", "activations")
 
 
 @dataclass(frozen=True)

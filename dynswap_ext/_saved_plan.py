@@ -90,6 +90,8 @@ class SavedPlan:
     plan: Mapping[str, Any]
     #: The device, backend, dtype, `keep` and versions that the plan was made for.
     made_for: Mapping[str, str]
+    #: Bytes for tensors that are saved for backward, if they were measured with the budget; else None.
+    activations: int | None = None
     #: The path of the file, for messages.
     path: str = ""
 
@@ -140,6 +142,8 @@ class SavedPlan:
         known = {
             "budget": self.budget is None or (type(self.budget) is int and self.budget > 0),
             "automatic": type(self.automatic) is bool,
+            "activations": self.activations is None
+            or (type(self.activations) is int and self.activations > 0),
             "prefetch": type(self.prefetch) is int and 0 <= self.prefetch < 1 << 32,
             "tuning": measured is None or isinstance(measured, dict),
             "plan": isinstance(self.plan, dict),

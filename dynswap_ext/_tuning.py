@@ -29,7 +29,7 @@ from dynswap_ext._swap.module_registry import model_of
 from dynswap_ext._swap.protocol import Session
 from dynswap_ext._util.device_memory import DeviceMemory
 from dynswap_ext._util.log import logger
-from dynswap_ext._util.memory import all_bytes, format_bytes, free_bytes, free_for_others
+from dynswap_ext._util.memory import all_bytes, format_bytes, free_bytes, free_for_others, share_of_saved
 from dynswap_ext._util.peak_memory import PeakMemory
 from dynswap_ext._util.units import show_budget, show_seconds
 from dynswap_ext._util.warn import warn
@@ -86,6 +86,8 @@ class Tuner:
         #: Passes for which a plan that is due has waited.
         self._waited = 0
         self._peak: PeakMemory | None = None
+        #: Most bytes that a measured pass saved for backward.
+        self._saved = 0
         self.latest = None if saved is None else saved.tuning
         self._warm_up = _WARM_UP
         #: Whether calls of one model in a row are recorded: Note [Steps within a round].
@@ -207,11 +209,17 @@ class Tuner:
         if not isinstance(error, (torch.OutOfMemoryError, OutOfMemoryError)) or not self._automatic:
             return
         with self._lock:
-            before = self._install.budget.bytes
-            if before is None:
+            before, bound = self._install.budget.bytes, self._install.budget.activations
+            lowers = self._install.options.measures_activations and bound is not None
+            if before is None and not lowers:
                 return
             self._stop_recording()
             self._calls_left = self._activations = None
+            if bound is not None and lowers:
+                smaller = max(1, int(_SHRINK * bound))
+                self._install.budget = replace(self._install.budget, activations=smaller)
+            if before is None:
+                return self._plan(None, 0)
             self._plan(smaller_budget(min(before, self._session.stats()["weight_bytes"])), 0)
             note = (
                 f"the budget is {show_budget(self._install.budget.bytes)} from now on, not "
@@ -228,7 +236,9 @@ class Tuner:
     def _step(self) -> None:
         if self._calls_left is None or (self._calls_left > 0 and not self._passes.is_one_more()):
             return
+        self._saved = max(self._saved, self._session.stats().get("saved_step_bytes", 0))
         if self._calls_left == _MEASURED:
+            self._saved = 0
             self._in_row = False  # its recording ends, as another one begins here
             self._peak = PeakMemory(self._session.device)
             self._session.record(True)
@@ -242,7 +252,8 @@ class Tuner:
         activations = self._peak.more() if self._peak is not None else 0
         self._stop_recording()
         self._activations = activations
-        self._plan(self._room(activations) if self._automatic else self._next, activations)
+        budget = self._room_for_weights(activations) if self._automatic else self._next
+        self._plan(budget, self._activations)
 
     def _may_plan(self) -> bool:
         """Return whether a plan that is due is made in this pass: Note [When a plan is tuned]."""
@@ -331,6 +342,23 @@ class Tuner:
             room = min(free, free_for_others(device)) + held - self._headroom
         return room if room > 0 else None
 
+    def _room_for_weights(self, activations: int) -> int | None:
+        """Return what measured activations leave for weights.
+
+        If the install trades one for the other, choose how much of what is saved for backward stays.
+        """
+        stats = self._session.stats()
+        saved = int(_ACTIVATION_MARGIN * self._saved)
+        # What no bound moves.
+        others = max(0, activations - min(stats["saved_bytes"], self._install.budget.activations or 0))
+        room = self._room(others)
+        if not self._install.options.measures_activations or not saved or room is None:
+            return self._room(activations)
+        share = share_of_saved(room, stats["weight_bytes"], saved)
+        self._install.budget = replace(self._install.budget, activations=max(1, share))
+        self._activations = others + share
+        return room - share if room > share else None
+
     def _held(self) -> int:
         """Return the bytes of the present plan that a new plan could take over."""
         stats = self._session.stats()
@@ -344,7 +372,7 @@ class Tuner:
         earlier, self._asked, self._waited = self._install.budget.bytes, False, 0
         while True:
             try:
-                seen = self._session.retune(root, Budget(budget, self._automatic))
+                seen = self._session.retune(root, replace(self._install.budget, bytes=budget))
                 break
             except (BudgetError, OutOfMemoryError) as error:
                 if budget is None:

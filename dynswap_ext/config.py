@@ -40,6 +40,7 @@ from dynswap_ext._util.memory import (
     MINIMUM,
     all_bytes,
     exact_bytes,
+    first_activations,
     first_budget,
     format_bytes,
     free_bytes,
@@ -82,12 +83,14 @@ _LOG_LEVELS: Final = ("debug", "info", "warning", "error", "off")
 
 @dataclass(frozen=True)
 class Budget:
-    """The device memory that the weights of one plan may take."""
+    """The device memory that one plan may take."""
 
     #: Bytes for streamed weights and those that stay on the device (residents); None: what `prefetch` needs.
     bytes: int | None
     #: Whether measured passes decide how many bytes. If so, residents give way where memory runs out.
     automatic: bool = False
+    #: Bytes for tensors that are saved for backward; None: all of them stay on the device.
+    activations: int | None = None
 
 
 class HostBudget(NamedTuple):
@@ -105,15 +108,6 @@ class HostBudget(NamedTuple):
     copies: int = sys.maxsize
     #: The most that reads of checkpoint files may take of the page cache.
     page_cache: int = sys.maxsize
-
-
-class Activations(NamedTuple):
-    """The device memory that tensors saved for backward may take, and where the others go."""
-
-    #: Bytes on the device.
-    bytes: int
-    #: The folder of the file to which they go on the CPU; "" on accelerators, where they go to RAM.
-    folder: str
 
 
 @dataclass(frozen=True)
@@ -140,8 +134,12 @@ class Options:
     #: Bytes of the device that an automatic budget leaves to others, checked at each pass; None: a small
     #: part, checked only when a plan is made.
     headroom: int | None
-    #: None: what autograd saves stays on the device.
-    activations: Activations | None
+    #: Whether measured passes decide how much of the device's memory tensors that are saved for backward may
+    #: take. The bound itself is in `Budget.activations`.
+    measures_activations: bool
+    #: The folder of the file to which they go on the CPU, and elsewhere if no page-locked memory takes them;
+    #: None: there is none.
+    activations_folder: str | None
     #: Patterns of names of the weights that stay on the device.
     keep: tuple[str, ...]
     #: Patterns of names of the weights that are left alone.
@@ -190,20 +188,33 @@ def resolve(
                 "Pass budget='auto', or a smaller budget alone"
             )
     planned = None if saved is None else _budget_of(saved, budget, prefetch, where, room)
+    trades = activations is not None and is_automatic(activations)
+    if trades and not automatic:
+        given = f"budget is {budget!r}" if saved is None else "the plan that is given has a fixed budget"
+        raise ConfigError(
+            f"activations is {activations!r}, and {given}: measured passes choose both or neither. Pass "
+            "budget='auto' with it, or activations in bytes"
+        )
+    saves = _activations(activations, activations_folder, where)
+    if trades and saved is not None and saved.activations is not None:
+        saves = saved.activations
+    first = planned or Budget(
+        first_budget(where, room) if automatic else resolve_budget(budget, where), automatic
+    )
     chosen = _one_of(PROVIDERS, "provider", provider)
     options = Options(
         device=where,
         dtype=_dtype(dtype),
         prefetch=_prefetch(prefetch) if saved is None else saved.prefetch,
-        budget=planned
-        or Budget(first_budget(where, room) if automatic else resolve_budget(budget, where), automatic),
+        budget=replace(first, activations=saves),
         plan=saved if planned is not None else None,
         host_budget=_host_budget(host_budget, where),
         provider=provider_from_environment() if chosen == "auto" else chosen,
         strict_budget=_flag("strict_budget", strict_budget),
         mesh=None,
         headroom=room,
-        activations=_activations(activations, activations_folder, where),
+        measures_activations=trades,
+        activations_folder=None if activations_folder is None else os.fspath(activations_folder),
         keep=_patterns("keep", keep),
         ignore=_patterns("ignore", ignore),
         progress=check_progress(progress),
@@ -342,30 +353,28 @@ def _budget_of(
 
 def _activations(
     given: int | float | str | None, folder: str | os.PathLike[str] | None, device: torch.device
-) -> Activations | None:
-    """Return what `activations` and `activations_folder` mean; None if nothing is to leave the device."""
+) -> int | None:
+    """Return the bytes that `activations` means; None if all that is saved for backward stays."""
     if given is None:
         if folder is not None:
             raise ConfigError(
-                "activations_folder is given without activations, the bytes that stay in memory"
+                f"activations_folder is {os.fspath(folder)!r}, and activations is not given: pass "
+                "activations=, the bytes that may stay in memory, or leave the folder out"
             )
         return None
-    cpu = device.type == "cpu"
-    if cpu and folder is None:
+    if device.type == "cpu" and folder is None:
         raise ConfigError(
             "activations is given for a model that computes on the CPU, whose memory is the host's: what "
             "exceeds it goes to a file there. Pass activations_folder=, a folder on a fast disk"
         )
-    if not cpu and folder is not None:
-        raise ConfigError(
-            f"activations_folder is given for '{device}': from an accelerator, activations go to RAM. "
-            "Leave it out"
-        )
+    if folder is not None and not isinstance(folder, (str, os.PathLike)):
+        raise ConfigError(f"activations_folder is {folder!r}; expected the path of a folder")
     if folder is not None and not os.path.isdir(folder):
         raise ConfigError(f"activations_folder is {os.fspath(folder)!r}; expected a folder that exists")
-    amount = parse_bytes(given, "activations", of="the device's free memory")
-    stay = amount if isinstance(amount, int) else int(amount * free_bytes(device))
-    return Activations(max(1, stay), "" if folder is None else os.fspath(folder))
+    if is_automatic(given):
+        return first_activations(device)
+    amount = parse_bytes(given, "activations", names=(AUTO,), of="the device's free memory")
+    return max(1, amount if isinstance(amount, int) else int(amount * free_bytes(device)))
 
 
 def _headroom(given: int | float | str, device: torch.device) -> int:

@@ -66,6 +66,11 @@ class Handle:
         return self._install.budget.bytes
 
     @property
+    def activations(self) -> int | None:
+        """Bytes of the device that tensors saved for backward may take now; None: all of them stay there."""
+        return self._install.budget.activations
+
+    @property
     def automatic(self) -> bool:
         """Whether the budget is "auto", so that `budget` changes with what the measured calls leave."""
         return self._install.budget.automatic
@@ -219,6 +224,7 @@ class Handle:
             sampled_bytes=install.session.sampled_bytes,
             automatic=self.automatic,
             headroom=install.options.headroom,
+            activations=self.activations,
             giving_way=obstacle_to_giving_way(self.provider, self.device) if self.automatic else None,
             host=host_memory(),
             shared_out=self._shared_out(),

@@ -105,9 +105,10 @@ def install(
     host_budget : int, float or str
         The most RAM that the weights of all installed models of the process may take together: bytes, a
         string (``"48GiB"``), or a fraction of the RAM that the process may use. These count: masters that are
-        in RAM, page-locked copies of them, the buffers through which bytes are staged, and the pages of
-        checkpoint files that the engine's reads bring into the system's page cache. Where nothing is left for
-        a copy or for the cache, bytes come by a slower path.
+        in RAM, page-locked copies of them, page-locked tensors that were saved for backward (`activations`),
+        the buffers through which bytes are staged, and the pages of checkpoint files that the engine's reads
+        bring into the system's page cache. Where nothing is left for a copy or for the cache, bytes come by a
+        slower path.
         Default, ``"auto"``: masters are page-locked in place, so that an accelerator reads them directly, up
         to four fifths of the RAM that the process may use. On devices for which torch cannot lock them in
         place, page-locked copies take up to half of the free RAM. Weights of files that are read a second
@@ -140,12 +141,15 @@ def install(
         on the CPU) when it is made, and the driver is not asked again.
     activations : int, float or str, optional
         Device memory for the tensors that the model's operations save for backward, beside `budget`: bytes,
-        a string (``"4GiB"``), or a fraction of what the device has free. What a step saves beyond it is
-        copied to RAM as soon as it is saved, and comes back ahead of its use in backward, in one order with
-        the weights. Default: all of it stays on the device. Needs the native provider.
+        a string (``"4GiB"``), or a fraction of what the device has free. If a step saves more, three quarters
+        of it stay. The rest is copied to RAM as soon as it is saved, and comes back ahead of its use in
+        backward, in one order with the weights. ``"auto"``, with ``budget="auto"``: measured steps share the
+        memory out between weights and what is saved. Default: all of it stays on the device. Needs the native
+        provider.
     activations_folder : str or PathLike, optional
-        The folder of the file to which they go if the model computes on the CPU. The file has no name, and
-        its space is free again when the process ends, however it ends.
+        The folder of a file to which saved tensors go if `host_budget` leaves them no page-locked memory, and
+        always if the model computes on the CPU. The file has no name, and its space is free again when the
+        process ends, however it ends.
     keep : str or sequence of str
         Names of weights that stay on the device from their first use on, within the budget. The name of a
         module means all weights in it, and ``*`` matches any characters: ``"text_encoder"``, ``"*.norm*"``.
@@ -257,11 +261,11 @@ def install_with(given: Installable, options: config.Options, naming: ClassNamin
 
 def _check_activations(options: config.Options, provider: str) -> None:
     """Raise ConfigError if tensors saved for backward cannot leave the device, or would gain nothing."""
-    if options.activations is None:
+    if options.budget.activations is None:
         return
     if provider == "python":
         raise ConfigError(
-            "activations= needs the native provider, and pure Python serves this install; "
+            f"activations= needs the native provider, and pure Python serves '{options.device}' here; "
             "dynswap_ext.backend_info() says why"
         )
     if options.device.type != "cpu" and DeviceMemory(options.device).is_the_hosts():
@@ -279,7 +283,8 @@ def _warn_of_no_effect(
     `scripted` is the number of TorchScript modules, which the install leaves alone and has warned of.
     """
     plan, options = made.session.stats(), made.options
-    if not scripted and options.activations is None and not any(own_masters(module) for module in modules):
+    offloads = options.budget.activations is not None
+    if not scripted and not offloads and not any(own_masters(module) for module in modules):
         warn(f"{name} has no weights, so nothing is streamed: it computes as it did before")
     _warn_of_weights_there(made, modules, choices)
     streamed = plan["groups"] - plan["resident_groups"]

@@ -26,7 +26,9 @@ def blocks_of(text: str, tokenizer, length: int) -> torch.Tensor:
     tokens = tokenizer(text, return_tensors="pt")["input_ids"][0]
     rows = len(tokens) // length
     if not rows:
-        raise SystemExit(f"the text has {len(tokens)} tokens; give more than --length {length}")
+        raise SystemExit(
+            f"the text has {len(tokens)} tokens; give a longer text, or a smaller --length than {length}"
+        )
     return tokens[: rows * length].view(rows, length)
 
 

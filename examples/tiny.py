@@ -5,9 +5,9 @@
     python examples/generate.py tiny/mixtral --budget 2MiB --device cpu
     python examples/diffusion.py tiny/stable-diffusion --budget 3MiB --size 32 --steps 4 --device cpu
 
-The script writes `llama`, a causal language model of transformers; `mixtral`, one with experts;
-`stable-diffusion`, a pipeline of diffusers; `red.safetensors` and `blue.safetensors`, LoRA adapters for that
-pipeline; `whisper`, and `noise.wav` for it; and `corpus.txt`, a text to train on. The models generate noise.
+The script writes `llama`, a causal language model of transformers; `mixtral`, one with experts; `whisper`,
+and `noise.wav` for it; if diffusers is installed, `stable-diffusion`, and for it `red.safetensors` and
+`blue.safetensors`, LoRA adapters; and `corpus.txt`, a text to train on. The models generate noise.
 """
 
 from __future__ import annotations
@@ -112,16 +112,17 @@ def main() -> None:
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
     parser.add_argument("folder", type=Path, help="where to write")
-    writers = {"llama": write_decoder, "mixtral": write_decoder, "stable-diffusion": write_stable_diffusion}
-    writers["whisper"] = write_whisper
+    writers = {"llama": write_decoder, "mixtral": write_decoder, "whisper": write_whisper}
+    writers |= {"stable-diffusion": write_stable_diffusion}
     parser.add_argument("--only", choices=tuple(writers), help="write only this model")
     options = parser.parse_args()
-    torch.manual_seed(0)
     options.folder.mkdir(parents=True, exist_ok=True)
-    for name, write in writers.items():
-        if options.only in (None, name):
-            write(options.folder / name)
+    torch.manual_seed(0)
     (options.folder / "corpus.txt").write_text("the red cat sat on the blue mat\n" * 200)
+    for name, write in writers.items():
+        missing = "diffusion" in name and not importlib.util.find_spec("diffusers")
+        if name == options.only or (options.only is None and not missing):
+            write(options.folder / name)
     print(f"written to {options.folder}")
 
 

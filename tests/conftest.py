@@ -119,6 +119,14 @@ class Provider:
         self.handles.append(handle)
         return handle
 
+    def offload(self, model: nn.Module, activations: int | str, **options: Any) -> dynswap_ext.Handle:
+        """Install a model whose saved tensors leave the device. Skip the test in pure Python."""
+        if not self.native:
+            pytest.skip("pure Python refuses activations=")
+        if self.device.type == "cpu":
+            options.setdefault("activations_folder", tempfile.gettempdir())
+        return self.install(model, activations=activations, **options)
+
     def sees_every_write(self, *handles: dynswap_ext.Handle) -> bool:
         """Return whether installs notice every write to a master.
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import gc
-import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -19,64 +17,14 @@ from torch.utils import checkpoint as recompute
 import dynswap_ext
 from conftest import Provider
 from dynswap_ext import testing
-
-WIDTH, ROWS, LAYERS = 64, 512, 12
-#: Bytes of one activation.
-ACTIVATION = ROWS * WIDTH * 4
-#: What may stay on the device: four of them.
-LIMIT = 4 * ACTIVATION
-
-Forward = Callable[["Stack", Tensor], Tensor]
-
-
-class Stack(nn.Module):
-    """Layers, each of which saves three activations."""
-
-    def __init__(self, layers: int = LAYERS) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(layers))
-        self.forward_of: Forward = Stack.plain
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.forward_of(self, x)
-
-    def plain(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = x + torch.tanh(layer(x))
-        return x
-
-    def step(self, x: Tensor) -> list[Tensor]:
-        """Run forward and backward, and return the gradients on the CPU."""
-        self.zero_grad()
-        self(x).square().mean().backward()
-        return self.gradients()
-
-    def gradients(self) -> list[Tensor]:
-        return [p.grad.cpu().clone() for p in self.parameters() if p.grad is not None]
-
-
-@pytest.fixture
-def offload(provider: Provider) -> Callable[..., dynswap_ext.Handle]:
-    if not provider.native:
-        pytest.skip("pure Python refuses activations=")
-
-    def install(model: nn.Module, activations: int | str = LIMIT, **options: Any) -> dynswap_ext.Handle:
-        if provider.device.type == "cpu":
-            options.setdefault("activations_folder", tempfile.gettempdir())
-        return provider.install(model, activations=activations, **options)
-
-    return install
-
+from sample_activations import ACTIVATION, LAYERS, LIMIT, ROWS, WIDTH, Forward, Stack, pair
 
 Offload = Callable[..., dynswap_ext.Handle]
 
 
-def pair(provider: Provider, forward: Forward = Stack.plain) -> tuple[Stack, Stack, Tensor]:
-    model = Stack()
-    model.forward_of = forward
-    moved = copy.deepcopy(model).to(provider.device)
-    return model, moved, torch.randn(ROWS, WIDTH, device=provider.device)
+@pytest.fixture
+def offload(provider: Provider) -> Offload:
+    return lambda model, activations=LIMIT, **options: provider.offload(model, activations, **options)
 
 
 def test_gradients_are_equal_and_the_peak_is_bounded(provider: Provider, offload: Offload) -> None:
@@ -357,12 +305,11 @@ def test_wrong_options(provider: Provider, tmp_path: Path) -> None:
 
     cpu = provider.device.type == "cpu"
     folder = {"activations_folder": tmp_path} if cpu else {}
-    refused("activations_folder is given without activations", activations_folder=tmp_path)
+    refused("and activations is not given", activations_folder=tmp_path)
     refused("activations", activations="lots", **folder)
     if not provider.native:
         refused("native provider", activations="1MiB", **folder)
     if cpu:
         refused("Pass activations_folder=", activations="1MiB")
         refused("expected a folder that exists", activations="1MiB", activations_folder=tmp_path / "none")
-    else:
-        refused("activations go to RAM", activations="1MiB", activations_folder=tmp_path)
+    refused("measured passes choose both or neither", activations="auto", **folder)

@@ -20,6 +20,7 @@ pytestmark = pytest.mark.alone
     "script",
     [
         "access",
+        "activations",
         "architectures",
         "bandwidth",
         "convert",
@@ -44,14 +45,28 @@ pytestmark = pytest.mark.alone
 def test_tiny_run_writes_its_record(script: str, tmp_path: Path) -> None:
     if script in ("experts", "next_experts"):
         pytest.importorskip("transformers", reason="transformers is not installed")
-    on_disk = ("convert", "disk", "host_memory", "load", "lossless", "plan", "ranks", "stream", "train")
+    on_disk = (
+        "activations",
+        "convert",
+        "disk",
+        "host_memory",
+        "load",
+        "lossless",
+        "plan",
+        "ranks",
+        "stream",
+        "train",
+    )
     more = ["--folder", str(tmp_path)] if script in on_disk else []
     more += ["--only", "dynswap,classic hook"] if script == "train" else []
     more += ["--only", "first,shared"] if script == "disk" else []
     more += ["--device", "cpu"] if script in ("access", "bandwidth", "install", "gpu_stack") else []
     done = run_script(script, "--tiny", "--output", str(tmp_path / "record.json"), *more)
     assert done.returncode == 0, done.stdout + done.stderr
-    if script in ("host_time", "lossless", "mesh", "plan", "virtual_clock") and "left out" in done.stdout:
+    if (
+        script in ("activations", "host_time", "lossless", "mesh", "plan", "virtual_clock")
+        and "left out" in done.stdout
+    ):
         pytest.skip("it needs the extension, which is not built, or the pretend device: " + done.stdout)
     record = json.loads((tmp_path / "record.json").read_text())
     assert record["bars"] and record["figures"] and record["complete"]

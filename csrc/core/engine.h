@@ -176,10 +176,11 @@ class Engine : public std::enable_shared_from_this<Engine> {
     bool keep = false;            ///< resident in any case
     bool by_use = false;          ///< without an order: those that are used most stay
     std::uint64_t first_use = 0;  ///< when it was first used, after others with a smaller number; 0: never
+    bool short_lived = false;     ///< of all short-lived groups together: their latest bytes, and no weights
     GroupFigures figures;
   };
-  /// In the order of the weights. Where only the device knows when it worked, waits and copies are those of
-  /// the latest recording.
+  /// In the order of the weights; the last is that of the short-lived groups, if there are any. Where only
+  /// the device knows when it worked, waits and copies are those of the latest recording.
   std::vector<GroupReport> groups() const;
   /// The plan, for another engine of the same weights, with the order that was learned. Residents that have
   /// given way are residents in it.

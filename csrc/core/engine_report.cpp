@@ -26,12 +26,20 @@ std::vector<Engine::GroupReport> Engine::groups() const {
   {
     const std::lock_guard lock(mutex_);
     for (const Group& group : groups_) {
-      if (group.short_lived) break;  // they are the last
+      if (group.short_lived) {  // they are the last
+        if (reports.empty() || !reports.back().short_lived) reports.emplace_back().short_lived = true;
+        GroupReport& all = reports.back();
+        all.bytes += group.bytes;
+        all.master_bytes += group.bytes;
+        if (group.first_use != 0 && all.first_use - 1 >= group.first_use) all.first_use = group.first_use;
+        all.figures.add(group.figures);
+        continue;
+      }
       std::uint64_t master_bytes = 0;
       for (const WeightId id : group.weights) master_bytes += weights_[id].source->stored_bytes();
       const bool resident = closed_ ? group.resident : group.home != nullptr;
       reports.push_back({group.weights, group.bytes, master_bytes, resident, group.keep, group.by_use,
-                         group.first_use, group.figures});
+                         group.first_use, /*short_lived=*/false, group.figures});
     }
   }
   if (!backend_->device_time()) return reports;
@@ -40,8 +48,8 @@ std::vector<Engine::GroupReport> Engine::groups() const {
     report.figures.stall_ns = {};
   }
   for (const Span& span : timeline().spans) {
-    if (span.group >= reports.size()) continue;  // short-lived
-    GroupFigures& figures = reports[span.group].figures;
+    if (reports.empty()) break;
+    GroupFigures& figures = reports[std::min<std::size_t>(span.group, reports.size() - 1)].figures;
     const auto ns = static_cast<std::uint64_t>(span.when.end - span.when.begin);
     if (span.kind == Span::Kind::copy) figures.copy_ns = figures.copy_ns.value_or(0) + ns;
     if (span.kind == Span::Kind::wait) figures.stall_ns[static_cast<std::size_t>(span.cause)] += ns;

@@ -17,6 +17,7 @@
 #include <utility>
 
 #include "core/engine.h"
+#include "core/protection.h"
 
 namespace dynswap {
 
@@ -116,7 +117,7 @@ void Engine::place_beside(Planned& planned) {
   planned.copy->place = Place::beside;
   short_lived_now_ += planned.copy->bytes;
   std::vector<EventPtr> after;
-  if (group.written) after.push_back(group.written);
+  if (group.written && PROTECTED(saved_back_after_left)) after.push_back(group.written);
   planned.displaced.push_back({0, planned.copy->bytes, nullptr, std::move(after)});
 }
 

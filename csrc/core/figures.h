@@ -37,6 +37,17 @@ struct GroupFigures {
   std::optional<std::uint64_t> copy_ns;  ///< null: no copy was timed
   std::array<std::uint64_t, static_cast<std::size_t>(Cause::count)> stall_ns{};
   std::optional<std::uint32_t> held_by;  ///< the group whose tensors held its slot, the last time
+
+  /// Counts what another group has counted, too.
+  void add(const GroupFigures& other) {
+    hits += other.hits;
+    late_hits += other.late_hits;
+    misses += other.misses;
+    copies += other.copies;
+    bytes_moved += other.bytes_moved;
+    if (other.copy_ns) copy_ns = copy_ns.value_or(0) + *other.copy_ns;
+    for (std::size_t i = 0; i < stall_ns.size(); ++i) stall_ns[i] += other.stall_ns[i];
+  }
 };
 
 }  // namespace dynswap

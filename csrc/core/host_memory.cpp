@@ -20,6 +20,7 @@ struct Account {
 
   bool has_room(HostUse use, std::size_t bytes) {
     const std::size_t copies = of(HostUse::copies), cached = of(HostUse::page_cache);
+    const std::size_t activations = of(HostUse::activations);
     const auto fits = [bytes](std::size_t taken, std::size_t limit) {
       return taken <= limit && bytes <= limit - taken;
     };
@@ -28,12 +29,11 @@ struct Account {
         std::none_of(limits.begin(), limits.end(), room_for_copies))
       return false;
     return std::all_of(limits.begin(), limits.end(), [&](const HostLimits& limit) {
-      if ((use == HostUse::locked || use == HostUse::copies) &&
-          !fits(of(HostUse::locked) + copies, limit.locked))
-        return false;
+      const bool locks = use == HostUse::locked || use == HostUse::copies || use == HostUse::activations;
+      if (locks && !fits(of(HostUse::locked) + copies + activations, limit.locked)) return false;
       if (use == HostUse::page_cache && !fits(cached, limit.page_cache)) return false;
       const std::size_t staging = std::max(of(HostUse::staging), limit.staging);
-      return use == HostUse::locked || fits(copies + staging + cached, limit.beside_masters);
+      return use == HostUse::locked || fits(copies + staging + cached + activations, limit.beside_masters);
     });
   }
 };

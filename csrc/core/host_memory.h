@@ -14,15 +14,16 @@ enum class HostUse : std::uint8_t {
   copies,      ///< page-locked copies of masters
   staging,     ///< buffers between a disk, or pageable memory, and a device
   page_cache,  ///< what the system keeps of checkpoint files, because they were read so
+  activations,  ///< page-locked tensors that autograd has saved
 };
 
-inline constexpr std::size_t kHostUses = 4;
+inline constexpr std::size_t kHostUses = 5;
 
 /// What one session was told. Those of all sessions hold for all of them together: the smallest of each.
 struct HostLimits {
-  std::size_t beside_masters = SIZE_MAX;  ///< copies, staging and page cache together
+  std::size_t beside_masters = SIZE_MAX;  ///< all but what is locked in place
   std::size_t staging = 0;                ///< of which so much is for staging, now or later
-  std::size_t locked = SIZE_MAX;          ///< in place, and copies
+  std::size_t locked = SIZE_MAX;          ///< in place, copies and activations
   /// Beyond those that there were when the limit was set. It is a share of the memory that was free then, so
   /// the largest of all sessions holds: that is the one that found the most.
   std::size_t copies = SIZE_MAX;

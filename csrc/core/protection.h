@@ -60,6 +60,10 @@ enum class Protection : int {
   master_wins,            ///< a master that was written itself is not overwritten
   private_copies,         ///< small buffers of modules that train are compared, not trusted
   saved_version_checked,  ///< backward refuses masters that were written since forward
+  saved_after_compute,    ///< a tensor that is saved leaves the device after it was computed
+  saved_memory_held,      ///< and its memory is not reused before its copy is over
+  saved_back_after_left,  ///< it is brought back once it has arrived on the host
+  saved_copies_current,   ///< what has left stands for views of the bytes that left alone
   capture_refused,        ///< a slot is not captured by a CUDA graph
   after_replays,          ///< a resident is written anew after the graphs that were captured over it
   count                   ///< not a protection: how many there are

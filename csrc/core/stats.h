@@ -26,9 +26,10 @@ struct Stats {
   std::uint64_t given_way_bytes = 0;    ///< and their bytes
   std::uint64_t host_synchronisations = 0;
   // Of tensors that autograd saves.
-  std::uint64_t offloaded_bytes = 0;  ///< copied to the host
-  std::uint64_t restored_bytes = 0;   ///< brought back
-  std::uint64_t saved_bytes = 0;      ///< most on the device at one time
+  std::uint64_t offloaded_bytes = 0;   ///< copied to the host
+  std::uint64_t restored_bytes = 0;    ///< brought back
+  std::uint64_t saved_bytes = 0;       ///< most on the device at one time
+  std::uint64_t saved_step_bytes = 0;  ///< that the latest step saved
   // The plan.
   std::uint64_t groups = 0;
   std::uint64_t resident_groups = 0;
@@ -80,6 +81,7 @@ inline constexpr auto kStats = std::to_array<Stat>({
     {"offloaded_bytes", &Stats::offloaded_bytes, Stat::total},
     {"restored_bytes", &Stats::restored_bytes, Stat::total},
     {"saved_bytes", &Stats::saved_bytes, Stat::most},
+    {"saved_step_bytes", &Stats::saved_step_bytes, Stat::state},
     {"groups", &Stats::groups, Stat::state},
     {"resident_groups", &Stats::resident_groups, Stat::state},
     {"weight_bytes", &Stats::weight_bytes, Stat::state},

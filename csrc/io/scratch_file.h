@@ -27,11 +27,13 @@ class ScratchFile : public std::enable_shared_from_this<ScratchFile> {
   const std::shared_ptr<const File>& file() const noexcept { return file_; }
 
  private:
+  void give_back(const Range& range);
+
   const std::shared_ptr<const File> file_;
   Mutex mutex_;
   // LOCK: mutex_
-  std::uint64_t end_ = 0;                           ///< bytes
-  std::multimap<std::size_t, std::uint64_t> free_;  ///< offsets, by the bytes from there
+  std::uint64_t end_ = 0;                      ///< bytes
+  std::map<std::uint64_t, std::size_t> free_;  ///< bytes, by the offset of the first; none meets another
 };
 
 }  // namespace dynswap

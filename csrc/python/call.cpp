@@ -4,6 +4,7 @@
 
 #include <memory>
 #include <optional>
+#include <utility>
 
 #include "session/calls.h"
 #include "session/errors.h"
@@ -91,6 +92,19 @@ PyObject* call(PyObject* self, PyObject* arguments, PyObject* keywords) {
 }
 
 }  // namespace
+
+OffloadingScope::OffloadingScope(std::shared_ptr<Session> session) : session_(std::move(session)) {
+  if (!inside_call_of(*session_)) session_->call_begins();
+  inside_.emplace(*session_);
+  if (RefetchInBackward::possible()) hooks_.emplace();
+}
+
+void OffloadingScope::end() {
+  if (thread_ != std::this_thread::get_id()) return;
+  hooks_.reset();
+  inside_.reset();
+  session_.reset();
+}
 
 void serve_calls(PyTypeObject* type) noexcept {
   if (type->tp_call != &call) type->tp_call = &call;

@@ -241,7 +241,8 @@ py::dict host_memory() {
   py::dict found;
   for (const auto& [name, use] :
        {std::pair("locked", HostUse::locked), std::pair("copies", HostUse::copies),
-        std::pair("staging", HostUse::staging), std::pair("page_cache", HostUse::page_cache)})
+        std::pair("staging", HostUse::staging), std::pair("page_cache", HostUse::page_cache),
+        std::pair("activations", HostUse::activations)})
     found[name] = used[static_cast<std::size_t>(use)];
   return found;
 }
@@ -259,6 +260,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   define_attribute(m);
   define_lossless(m);
 
+  py::class_<OffloadingScope>(m, "OffloadingScope", "Code whose saved tensors leave the device.")
+      .def("end", &OffloadingScope::end);
   py::class_<Session, std::shared_ptr<Session>>(m, "Session",
                                                 "One install: a model's weights and their engine.")
       .def(py::init([](const py::object& options, const py::object& budget, const py::object& hooks,
@@ -309,6 +312,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def_property_readonly("sampled_bytes", &Session::sampled_bytes)
       .def("check", &Session::check, py::arg("module"))
       .def_static("inside_call", &inside_call)
+      .def("enclose",
+           [](const std::shared_ptr<Session>& session) { return std::make_unique<OffloadingScope>(session); })
       .def("stats", [](const Session& session) { return as_dict(session.stats()); })
       .def("reset_stats", &Session::reset_stats)
       .def("groups", &Session::groups)

@@ -1,6 +1,7 @@
 #include "session/calls.h"
 
 #include <algorithm>
+#include <iterator>
 #include <vector>
 
 #include "session/module_state.h"
@@ -36,10 +37,37 @@ InsideCall::InsideCall(const Session* session, PyObject* module) { calls().push_
 
 InsideCall::~InsideCall() { calls().pop_back(); }
 
-const Session* innermost_session() noexcept {
-  const auto found = std::find_if(calls().rbegin(), calls().rend(),
-                                  [](const Call& call) { return call.session != nullptr; });
+InsideOffloading::InsideOffloading(const Session& session) : session_(session) {
+  calls().push_back({&session_, nullptr});
+}
+
+/// Blocks of a program may end in another order than the reverse: those of generators, of coroutines.
+InsideOffloading::~InsideOffloading() {
+  const auto own = std::find_if(calls().rbegin(), calls().rend(), [&](const Call& call) {
+    return call.session == &session_ && call.module == nullptr;
+  });
+  if (own != calls().rend()) calls().erase(std::next(own).base());
+}
+
+namespace {
+
+template <class Is>
+const Session* innermost(const Is& is) noexcept {
+  const auto found = std::find_if(calls().rbegin(), calls().rend(), [&](const Call& call) {
+    return call.session != nullptr && is(*call.session);
+  });
   return found == calls().rend() ? nullptr : found->session;
+}
+
+}  // namespace
+
+const Session* innermost_session() noexcept {
+  return innermost([](const Session&) { return true; });
+}
+
+const Session* innermost_offloading_session(const at::Device& device) noexcept {
+  return innermost(
+      [&](const Session& session) { return session.offload() != nullptr && session.device() == device; });
 }
 
 const Session* calling_session() noexcept { return calls().empty() ? nullptr : calls().back().session; }

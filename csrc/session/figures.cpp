@@ -1,4 +1,6 @@
 // Session: what Python is told about the groups, and a plan made from what was recorded.
+#include <torch/csrc/autograd/graph_task.h>
+
 #include <algorithm>
 #include <numeric>
 #include <utility>
@@ -28,6 +30,9 @@ const char* where(const Source& source) {
   if (source.of_file && !mostly_written(source)) return "file";
   return source.pinned ? "pinned RAM" : "RAM";
 }
+
+/// What figures call all that has left the device of what autograd saved.
+constexpr const char* kSavedTensors = "tensors saved for backward";
 
 const char* detail(const Span& span) {
   switch (span.kind) {
@@ -70,12 +75,14 @@ py::list Session::groups() const {
   const std::shared_ptr<const Plan> plan = plan_;
   const std::vector<Engine::GroupReport> reports = plan->engine->groups();
   const auto name_of_first = [&](std::uint32_t group) {
+    if (group >= reports.size() || reports[group].short_lived) return std::string(kSavedTensors);
     return plan->weights[reports[group].weights.front()]->name;
   };
   py::list groups;
   for (const std::uint32_t index : order_of_use(reports)) {
     const Engine::GroupReport& report = reports[index];
     py::list names;
+    if (report.short_lived) names.append(kSavedTensors);
     for (const WeightId id : report.weights) names.append(plan->weights[id]->name);
     const GroupFigures& figures = report.figures;
     py::dict causes;
@@ -84,7 +91,8 @@ py::list Session::groups() const {
     py::dict group;
     group["names"] = names;
     group["bytes"] = report.bytes;
-    group["source"] = where(*plan->engine->source(report.weights.front()));
+    group["source"] =
+        report.short_lived ? offload_->where() : where(*plan->engine->source(report.weights.front()));
     group["resident"] = report.resident;
     group["by_use"] = report.by_use;
     group["hits"] = figures.hits;
@@ -127,7 +135,8 @@ py::dict Session::timeline() const {
   }
   py::list spans;
   for (const Span& span : timeline.spans) {
-    const std::int64_t group = span.kind == Span::Kind::pass ? -1 : place[span.group];
+    const std::size_t report = std::min<std::size_t>(span.group, place.size() - 1);  // the last: short-lived
+    const std::int64_t group = span.kind == Span::Kind::pass ? -1 : place[report];
     spans.append(py::make_tuple(name_of(span.kind), group, span.when.begin, span.when.end, detail(span),
                                 span.bytes, span.thread));
   }
@@ -162,6 +171,8 @@ void Session::note_pass() {
 
 void Session::announce_call(const py::object& self, const py::object& module) {
   if (capturing()) return note_pass();
+  // In a backward, checkpointed parts of a forward run again: that is no pass.
+  if (torch::autograd::get_current_graph_task_id() != -1 && !outdated_) return;
   if (options_.ranks) {
     {
       const py::gil_scoped_release release;

@@ -4,11 +4,12 @@
 #include <ATen/ops/from_blob.h>
 #include <c10/core/StreamGuard.h>
 #include <c10/core/TensorImpl.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
-#include <cstring>
-#include <thread>
+#include <bit>
 #include <utility>
 
 #include "accelerator/capabilities.h"
@@ -17,9 +18,13 @@
 #include "accelerator/torch_calls.h"
 #include "accelerator/torch_stream.h"
 #include "core/check.h"
+#include "core/host_memory.h"
+#include "core/protection.h"
 #include "io/file.h"
+#include "session/offloaded_storage.h"
 #include "session/session.h"
 #include "tensor/handed_out.h"
+#include "tensor/leased_storage.h"
 #include "tensor/master.h"
 
 namespace dynswap {
@@ -39,177 +44,24 @@ at::Tensor bytes_of(c10::Storage storage) {
   return made;
 }
 
-/// Whether two handles are of one version counter.
-bool same_counter(const c10::VariableVersion& one, const c10::VariableVersion& other) noexcept {
-  static_assert(sizeof one == sizeof(void*), "a handle is a pointer to the counter");
-  return std::memcmp(&one, &other, sizeof one) == 0;
+/// Whether it is an `nn.Parameter`, frozen or not.
+bool is_parameter(const at::Tensor& tensor) {
+  const auto object = py::reinterpret_steal<py::object>(THPVariable_Wrap(tensor));
+  const int found = object ? PyObject_IsInstance(object.ptr(), ParameterClass) : -1;
+  if (found < 0) throw py::error_already_set();
+  return found == 1;
 }
-
-void end_lease(void* lease) { delete static_cast<Lease*>(lease); }
 
 }  // namespace
 
-/// A storage that the graph has, wherever its bytes are.
-struct OffloadedStorage {
-  explicit OffloadedStorage(std::shared_ptr<SavedOffload> of) : offload(std::move(of)) {}
-  ~OffloadedStorage() { offload->gone(*this); }
-  OffloadedStorage(const OffloadedStorage&) = delete;
-  OffloadedStorage& operator=(const OffloadedStorage&) = delete;
-
-  /// Whether its bytes are those that a view shows now.
-  bool has_bytes_of(const c10::VariableVersion& version) const;
-  void add(const c10::VariableVersion& version) {
-    for (const auto& known : versions) {
-      if (same_counter(known.first, version)) return;
-    }
-    versions.emplace_back(version, version.current_version());
-  }
-  void note_versions();
-  c10::Storage bring(std::thread::id reader);
-  c10::Storage from_engine(std::thread::id reader);
-  c10::Storage without_engine();
-
-  const std::shared_ptr<SavedOffload> offload;
-  std::shared_ptr<Engine> engine;
-  WeightId id = 0;
-  const c10::StorageImpl* identity = nullptr;
-  c10::weak_intrusive_ptr<c10::StorageImpl> original{c10::intrusive_ptr<c10::StorageImpl>()};
-  c10::intrusive_ptr<c10::StorageImpl> held;  ///< null once it has left
-  std::size_t bytes = 0, index = 0;
-  SourcePtr host;  ///< null: it has not left
-  EventPtr written;
-  /// Version counters of the views that are saved, and their values as the storage left.
-  std::vector<std::pair<c10::VariableVersion, std::uint32_t>> versions;
-  bool departing = false;               ///< a copy to the host may be under way
-  bool passed = false;                  ///< backward has come to it
-  std::size_t views = 0, unpacked = 0;  ///< how many stand in graphs, and have been asked for
-  c10::Storage back;                    ///< what came back, until each view has been unpacked
-};
-
-/// What stands in the graph for one view of it.
-struct SavedView final : Saved {
-  SavedView(std::shared_ptr<OffloadedStorage> of, const at::Tensor& tensor)
-      : storage(std::move(of)),
-        like(tensor.options()),
-        sizes(tensor.sizes().vec()),
-        strides(tensor.strides().vec()),
-        offset(tensor.storage_offset()),
-        conjugate(tensor.is_conj()),
-        negative(tensor.is_neg()),
-        version(tensor.unsafeGetTensorImpl()->version_counter()),
-        saved_version(version_of(tensor)) {
-    ++storage->views;
-  }
-  ~SavedView() override {
-    --storage->views;
-    storage->unpacked -= unpacked ? 1 : 0;
-  }
-
-  at::Tensor unpack() override {
-    if (const std::uint32_t now = version.current_version(); now != saved_version) {
-      const PlainTorch guard;
-      refuse_if_written(saved_version, now, at::empty({0}, like), sizes);
-    }
-    const c10::Storage bytes = storage->bring(reader);
-    const PlainTorch guard;
-    at::Tensor made = at::detail::make_tensor<c10::TensorImpl>(
-        c10::Storage(bytes), c10::DispatchKeySet(like.computeDispatchKey()), like.dtype());
-    made.unsafeGetTensorImpl()->set_sizes_and_strides(sizes, strides, offset);
-    if (conjugate) made._set_conj(true);
-    if (negative) made._set_neg(true);
-    if (!std::exchange(unpacked, true)) ++storage->unpacked;
-    if (storage->unpacked >= storage->views) storage->back = c10::Storage();
-    return made;
-  }
-
-  const std::shared_ptr<OffloadedStorage> storage;
-  const at::TensorOptions like;
-  const std::vector<std::int64_t> sizes, strides;
-  const std::int64_t offset;
-  const bool conjugate, negative;
-  const c10::VariableVersion version;
-  const std::uint32_t saved_version;
-  const std::thread::id reader = std::this_thread::get_id();  ///< whose order backward takes up
-  bool unpacked = false;
-};
-
-bool OffloadedStorage::has_bytes_of(const c10::VariableVersion& version) const {
-  if (held) return true;
-  return std::any_of(versions.begin(), versions.end(), [&](const auto& known) {
-    return same_counter(known.first, version) && known.second == version.current_version();
-  });
-}
-
-void OffloadedStorage::note_versions() {
-  for (auto& [version, value] : versions) value = version.current_version();
-}
-
-c10::Storage OffloadedStorage::bring(std::thread::id reader) {
-  offload->let_go_of_arrived();
-  const bool first = !std::exchange(passed, true);
-  c10::intrusive_ptr<c10::StorageImpl> there = held ? held : original.lock();
-  if (there) {
-    if (!held && !departing && first && !back) {
-      // Somebody else has it.
-      if (offload->of_others_.size() <= index) offload->of_others_.resize(index + 1, 0);
-      offload->of_others_[index] = bytes;
-    }
-    if (first) {
-      const std::shared_ptr<Engine> serving = engine;
-      const py::gil_scoped_release release;
-      serving->pass_by(id, {.thread = reader});
-    }
-    return c10::Storage(std::move(there));
-  }
-  if (!back) {
-    c10::Storage brought = from_engine(reader);
-    if (!brought) {
-      brought = without_engine();
-      offload->figures_.in_bytes += bytes;
-    }
-    if (!back) back = std::move(brought);
-  }
-  return back;
-}
-
-/// None if the engine has ended.
-c10::Storage OffloadedStorage::from_engine(std::thread::id reader) {
-  const at::Device device = offload->device_;
-  const Stream consumer = current_stream(device);
-  const std::shared_ptr<Engine> serving = engine;
-  auto lease = std::make_unique<Lease>();
-  try {
-    const py::gil_scoped_release release;
-    *lease = serving->acquire(id, consumer, {.thread = reader});
-  } catch (const ClosedError&) {
-    return {};
-  }
-  std::byte* const data = lease->data();
-  return {c10::Storage::use_byte_size_t(), bytes, c10::DataPtr(data, lease.release(), &end_lease, device),
-          /*allocator=*/nullptr, /*resizable=*/false};
-}
-
-c10::Storage OffloadedStorage::without_engine() {
-  engine->synchronise(written);
-  const PlainTorch guard;
-  const auto size = static_cast<std::int64_t>(bytes);
-  at::Tensor on_host;
-  if (host->file) {
-    on_host = at::empty({size}, at::kByte);
-    host->file->read(host->offset, static_cast<std::byte*>(on_host.data_ptr()), bytes, host->name, host->keep,
-                     ReadMode::quick);
-  } else {
-    on_host = at::from_blob(const_cast<std::byte*>(host->address), {size}, at::kByte);
-  }
-  return on_host.to(offload->device_, at::kByte, /*non_blocking=*/false, /*copy=*/true).storage();
-}
-
-SavedOffload::SavedOffload(const at::Device& device, std::size_t limit, const std::string& folder)
+SavedOffload::SavedOffload(const at::Device& device, std::size_t limit, const std::string& folder,
+                           bool page_locks, std::function<void(const std::string&)> warn)
     : device_(device),
       limit_(limit),
       least_(std::min(kLeastBytes, limit / kLeastPart)),
       folder_(folder),
-      pinned_(!device.is_cpu() && has_pinned_memory(device)) {
+      pinned_(!device.is_cpu() && page_locks && has_pinned_memory(device)),
+      warn_(std::move(warn)) {
   if (!device.is_cpu()) out_ = copy_stream(device);
 }
 
@@ -221,14 +73,18 @@ bool SavedOffload::can_leave(const at::Tensor& tensor) const {
   if (!has_own_bytes(tensor) || tensor.device() != device_ || tensor.is_quantized()) return false;
   const c10::StorageImpl& storage = *tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
   if (storage.nbytes() <= least_ || HandedOut::of(storage) != nullptr) return false;
-  if (storage.data_ptr().get_deleter() == &end_lease) return false;
+  if (lease_of(storage) != nullptr) return false;
   const at::Tensor base = tensor.is_view() ? at::Tensor(tensor._base()) : tensor;
-  if (base.is_leaf() && base.requires_grad()) return false;
+  if (base.is_leaf() && is_parameter(base)) return false;
   return Session::serving(base).second == nullptr;
 }
 
-std::unique_ptr<Saved> SavedOffload::keep(const std::shared_ptr<Engine>& engine, const at::Tensor& tensor) {
-  if (!can_leave(tensor) || capturing(device_)) return nullptr;
+const char* SavedOffload::where() const noexcept { return file_ ? "file" : pinned_ ? "pinned RAM" : "RAM"; }
+
+std::unique_ptr<Saved> SavedOffload::keep(std::shared_ptr<Engine> engine, const at::Tensor& tensor) {
+  // What a backward computes again, it needs at once.
+  if (torch::autograd::get_current_graph_task_id() != -1 || capturing(device_)) return nullptr;
+  if (!can_leave(tensor)) return nullptr;
   const c10::Storage& storage = tensor.unsafeGetTensorImpl()->unsafe_storage();
   const c10::StorageImpl* const identity = storage.unsafeGetStorageImpl();
   const c10::VariableVersion& version = tensor.unsafeGetTensorImpl()->version_counter();
@@ -241,40 +97,38 @@ std::unique_ptr<Saved> SavedOffload::keep(const std::shared_ptr<Engine>& engine,
     }
   }
   const std::size_t bytes = storage.nbytes(), index = index_++;
-  if (index < of_others_.size() && of_others_[index] != 0) {
-    if (of_others_[index] == bytes) return nullptr;
-    of_others_[index] = 0;  // another step
-  }
+  if (index < held_elsewhere_.size() && held_elsewhere_[index] != bytes)
+    held_elsewhere_[index] = 0;  // another step
   const std::optional<WeightId> id = engine->take_short_lived();
   if (!id) return nullptr;
   const auto made = std::make_shared<OffloadedStorage>(shared_from_this());
-  made->engine = engine;
   engine_ = engine;
+  made->engine = std::move(engine);
   made->id = *id;
   made->identity = identity;
   made->original = storage.getWeakStorageImpl();
   made->held = c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(storage.unsafeGetStorageImpl());
   made->bytes = bytes;
   made->index = index;
+  made->held_elsewhere = index < held_elsewhere_.size() && held_elsewhere_[index] != 0;
   made->add(version);
   ++alive_;
   known_[identity] = made;
+  if (made->held_elsewhere) return std::make_unique<SavedView>(made, tensor);
   here_.push_back(made);
   saved_in_step_ += bytes;
   held_bytes_ += bytes;
   note_bytes();
 
-  const Stream consumer = current_stream(device_);
-  one_stream_ = one_stream_ && saved_on_.value_or(consumer) == consumer;
-  saved_on_ = consumer;
   auto saved = std::make_unique<SavedView>(made, tensor);
-  make_room(consumer);
+  make_room();
   return saved;
 }
 
 /// A quarter of the limit is for what is on its way out.
-void SavedOffload::make_room(Stream consumer) {
+void SavedOffload::make_room() {
   let_go_of_arrived();
+  while (!here_.empty() && here_.front().expired()) here_.pop_front();
   const std::size_t stays = limit_ - limit_ / 4;
   const auto too_much = [&] {
     if (last_step_ && *last_step_ > limit_ && left_in_step_ + stays < *last_step_) return true;
@@ -284,42 +138,80 @@ void SavedOffload::make_room(Stream consumer) {
     const std::shared_ptr<OffloadedStorage> oldest = here_.front().lock();
     here_.pop_front();
     if (!oldest || !oldest->held) continue;
-    leave(oldest, consumer);
-    while (departing_.size() > 1 && departing_bytes_ > limit_ / 4) let_go(consumer);
+    leave(oldest);
+    while (departing_.size() > 1 && departing_bytes_ > limit_ / 4) let_go();
   }
 }
 
-void SavedOffload::leave(const std::shared_ptr<OffloadedStorage>& storage, Stream consumer) {
+/// Room for bytes on the host: see Note [Saved tensors leave the device].
+std::shared_ptr<Source> SavedOffload::place_on_host(std::size_t bytes) {
   auto source = std::make_shared<Source>();
   source->name = "a tensor saved for backward";
-  source->count = storage->bytes;
+  source->count = bytes;
   source->keep = Keep::no;
-  const c10::intrusive_ptr<c10::StorageImpl> bytes = storage->held;
-  storage->note_versions();
-  if (device_.is_cpu()) {
+  // As torch's allocator takes it.
+  auto charge = pinned_ ? HostMemory::charge(HostUse::activations, std::bit_ceil(bytes)) : nullptr;
+  if (!charge && !folder_.empty()) {
     if (!file_) file_ = std::make_shared<ScratchFile>(folder_);
-    const auto file = file_->file();
-    const auto range = file_->take(storage->bytes);
-    source->file = file;
+    const auto range = file_->take(bytes);
+    source->file = file_->file();
     source->offset = range->offset;
     source->owner = range;
+    return source;
+  }
+  if (!charge && !std::exchange(said_pageable_, true)) {
+    const std::string why =
+        pinned_ ? "host_budget= leaves no room for more that is" : "none is for '" + device_.str() + "' here";
+    warn_("activations= copies what models save for backward to memory that is not page-locked, as " + why +
+          ": each copy is waited for. Give activations_folder=, a folder on a fast disk" +
+          (pinned_ ? ", or a larger host_budget" : ""));
+  }
+  const std::shared_ptr<std::byte> memory = staging_memory(device_, charge != nullptr, bytes);
+  source->address = memory.get();
+  source->pinned = charge != nullptr;
+  source->owner =
+      std::make_shared<const std::pair<std::shared_ptr<std::byte>, decltype(charge)>>(memory, charge);
+  return source;
+}
+
+void SavedOffload::leave(const std::shared_ptr<OffloadedStorage>& storage) {
+  const c10::intrusive_ptr<c10::StorageImpl> bytes = storage->held;
+  if (bytes->nbytes() != storage->bytes) return;  // somebody resizes it, and brings its bytes back
+  const std::shared_ptr<Source> source = place_on_host(storage->bytes);
+  storage->note_versions();
+  if (device_.is_cpu()) {
+    storage->leaving = true;
     const py::gil_scoped_release release;
-    file->write(range->offset, static_cast<const std::byte*>(bytes->data()), storage->bytes);
+    source->file->write(source->offset, static_cast<const std::byte*>(bytes->data()), storage->bytes);
   } else {
-    const std::shared_ptr<std::byte> host = staging_memory(device_, pinned_, storage->bytes);
-    source->address = host.get();
-    source->owner = host;
-    source->pinned = pinned_;
+    const bool pinned = source->file ? pinned_ : source->pinned;
+    const std::shared_ptr<std::byte> host =
+        source->file ? staging_memory(device_, pinned, storage->bytes)
+                     : std::shared_ptr<std::byte>(source->owner, const_cast<std::byte*>(source->address));
     const Stream out = handle_of(*out_);
-    storage->engine->wait(out, storage->engine->record(consumer));
-    torch_calls([&] {
-      const PlainTorch guard;
-      const c10::StreamGuard on_out(*out_);
-      at::from_blob(host.get(), {static_cast<std::int64_t>(storage->bytes)}, at::kByte)
-          .copy_(bytes_of(c10::Storage(bytes)), /*non_blocking=*/pinned_);
-    });
+    storage->add_reader();  // it may have been used here since
+    for (const c10::Stream stream : storage->streams) {
+      if (PROTECTED(saved_after_compute))
+        storage->engine->wait(out, storage->engine->record(handle_of(stream)));
+    }
+    const auto copy = [&] {
+      torch_calls([&] {
+        const PlainTorch guard;
+        const c10::StreamGuard on_out(*out_);
+        at::from_blob(host.get(), {static_cast<std::int64_t>(storage->bytes)}, at::kByte)
+            .copy_(bytes_of(c10::Storage(bytes)), /*non_blocking=*/pinned);
+      });
+    };
+    if (pinned) {
+      copy();
+    } else {
+      storage->leaving = true;
+      const py::gil_scoped_release release;
+      copy();
+    }
     storage->written = storage->engine->record(out);
-    departing_.push_back({bytes, host, storage->engine, storage->written, storage});
+    departing_.push_back(
+        {bytes, storage->bytes, host, storage->engine, storage->written, storage->streams, storage});
     storage->departing = true;
     departing_bytes_ += storage->bytes;
   }
@@ -332,28 +224,69 @@ void SavedOffload::leave(const std::shared_ptr<OffloadedStorage>& storage, Strea
   note_bytes();
 }
 
-/// Takes what leaves longest from the list. From now on the engine brings it back: as long as its memory is
-/// there, nothing has to.
+/// Takes what leaves longest from the list, and to its file, if it has one. From now on the engine brings it
+/// back: as long as its memory is there, nothing has to.
 SavedOffload::Departing SavedOffload::take_oldest_departing() {
   Departing oldest = std::move(departing_.front());
   departing_.pop_front();
-  departing_bytes_ -= oldest.storage->nbytes();
-  if (const auto storage = oldest.of.lock()) {
-    storage->departing = false;
-    storage->engine->offer(storage->id, storage->host, oldest.written);
-  }
+  departing_bytes_ -= oldest.bytes;
   note_bytes();
+  // Its allocator knows the stream that it was made on, and hears of others that read it.
+  const c10::impl::VirtualGuardImpl allocator(device_.type());
+  for (const c10::Stream stream : oldest.streams)
+    allocator.recordDataPtrOnStream(oldest.storage->data_ptr(), stream);
+  const auto storage = oldest.of.lock();
+  if (!storage) return oldest;
+  EventPtr written = oldest.written;
+  if (const SourcePtr source = storage->host; source->file) {
+    try {
+      const py::gil_scoped_release release;
+      oldest.engine->synchronise(oldest.written);
+      source->file->write(source->offset, oldest.host.get(), storage->bytes);
+    } catch (...) {  // it has not left
+      storage->departing = false;
+      storage->held = oldest.storage;
+      held_bytes_ += storage->bytes;
+      throw;
+    }
+    written = nullptr;
+  }
+  storage->departing = false;
+  storage->engine->offer(storage->id, storage->host, std::move(written));
   return oldest;
 }
 
-/// Lets go of the memory that leaves longest, in the order of the consumer's stream.
-void SavedOffload::let_go(Stream consumer) {
+/// Lets go of the memory that leaves longest, in the order of the streams that read it.
+void SavedOffload::let_go() {
   const Departing oldest = take_oldest_departing();
-  if (one_stream_) {
-    oldest.engine->wait(consumer, oldest.written);
-  } else {
+  for (const c10::Stream stream : oldest.streams) {
+    if (PROTECTED(saved_memory_held)) oldest.engine->wait(handle_of(stream), oldest.written);
+  }
+}
+
+void SavedOffload::finish() {
+  while (!departing_.empty()) {
+    const Departing oldest = take_oldest_departing();
     const py::gil_scoped_release release;
     oldest.engine->synchronise(oldest.written);
+  }
+}
+
+const OffloadedStorage* SavedOffload::newest(const c10::StorageImpl* storage) const {
+  const auto found = known_.find(storage);
+  return found != known_.end() ? found->second.lock().get() : nullptr;
+}
+
+void SavedOffload::note_shown(std::shared_ptr<at::Tensor>& kept_by, const at::Tensor& tensor,
+                              std::size_t bytes) {
+  kept_by = std::make_shared<at::Tensor>(tensor);
+  shown_.emplace_back(kept_by, bytes);
+  shown_bytes_ += bytes;
+  while (shown_.size() > 1 && shown_bytes_ > limit_ / 4) {
+    const auto [oldest, its_bytes] = std::move(shown_.front());
+    shown_.pop_front();
+    shown_bytes_ -= its_bytes;
+    if (const auto alive = oldest.lock()) *alive = at::Tensor();
   }
 }
 
@@ -371,10 +304,11 @@ void SavedOffload::call_begins() noexcept {
 /// The graph has it no more.
 void SavedOffload::gone(OffloadedStorage& storage) noexcept {
   storage.engine->give_back_short_lived(storage.id);
-  if (storage.held) held_bytes_ -= storage.bytes;
+  if (storage.held && !storage.held_elsewhere) held_bytes_ -= storage.bytes;
   if (const auto found = known_.find(storage.identity); found != known_.end() && found->second.expired())
     known_.erase(found);
   if (--alive_ == 0) {
+    figures_.step_bytes = saved_in_step_;
     last_step_ = saved_in_step_;
     call_begins();
   }

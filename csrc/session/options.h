@@ -23,10 +23,8 @@ struct SessionOptions {
         keep(given.attr("host_budget").attr("caches").cast<bool>() ? Keep::yes : Keep::no) {
     engine.prefetch = given.attr("prefetch").cast<std::uint32_t>();
     engine.strict_budget = given.attr("strict_budget").cast<bool>();
-    if (const py::object activations = given.attr("activations"); !activations.is_none()) {
-      engine.short_lived_bytes = activations.attr("bytes").cast<std::size_t>();
-      activations_folder = activations.attr("folder").cast<std::string>();
-    }
+    if (const py::object folder = given.attr("activations_folder"); !folder.is_none())
+      activations_folder = folder.cast<std::string>();
     if (const py::object mesh = given.attr("mesh"); !mesh.is_none()) {
       const py::object groups = mesh.attr("open")(given.attr("device"));
       const RanksOfGroup group{groups.attr("for_device").cast<c10::intrusive_ptr<c10d::Backend>>(),
@@ -53,10 +51,12 @@ struct SessionOptions {
 struct Budget {
   explicit Budget(const py::handle& given)
       : bytes(given.attr("bytes").cast<std::optional<std::size_t>>()),
+        activations(given.attr("activations").cast<std::optional<std::size_t>>()),
         automatic(given.attr("automatic").cast<bool>()) {}
 
-  std::optional<std::size_t> bytes;  ///< none: only what `prefetch` needs
-  bool automatic;                    ///< its residents give way (Note [Residents give way])
+  std::optional<std::size_t> bytes;        ///< none: only what `prefetch` needs
+  std::optional<std::size_t> activations;  ///< for what autograd saves; none: all of it stays
+  bool automatic;                          ///< its residents give way (Note [Residents give way])
 };
 
 }  // namespace dynswap

@@ -44,6 +44,7 @@ std::shared_ptr<Engine> Session::new_engine(const Budget& budget, std::optional<
   if (options_.ranks) backend = options_.ranks->around(std::move(backend));
   EngineOptions options = options_.engine;
   options.budget = budget.bytes.value_or(0);
+  options.short_lived_bytes = budget.activations.value_or(0);
   options.residents_give_way = budget.automatic && !device().is_cpu();
   options.prior = std::move(prior);
   return std::make_shared<Engine>(std::move(backend), options, warn);

@@ -47,7 +47,7 @@ constexpr const char* kSaved = "dynswap_ext.saved";
 PyObject* pack(PyObject*, PyObject* object) {
   return or_python_error([&]() -> py::object {
     std::unique_ptr<Saved> saved = reference_to(tensor_of(object));
-    const Session* const session = saved ? nullptr : innermost_session();
+    const Session* const session = saved ? nullptr : innermost_offloading_session(tensor_of(object).device());
     if (session != nullptr) saved = session->offloaded(tensor_of(object));
     return as_capsule(saved ? std::move(saved) : kept(tensor_of(object)), kSaved);
   });
@@ -247,11 +247,13 @@ void push(const SavedTensorHooks& hooks) {
 
 }  // namespace
 
-bool RefetchInBackward::wanted() {
-  if (!at::GradMode::is_enabled() || !at::SavedTensorDefaultHooks::is_enabled()) return false;
+bool RefetchInBackward::possible() {
+  if (!at::SavedTensorDefaultHooks::is_enabled()) return false;
   PyObject* const pack = innermost().first;
   return pack == nullptr || !is_ours(pack);
 }
+
+bool RefetchInBackward::wanted() { return at::GradMode::is_enabled() && possible(); }
 
 bool RefetchInBackward::seen_by_others() {
   PyObject* const pack = innermost().first;

@@ -29,6 +29,8 @@ class RefetchInBackward {
  public:
   /// Whether saved tensors are to go through hooks of ours, and do not.
   static bool wanted();
+  /// Whether hooks of ours can stand over the innermost ones: they are not ours already.
+  static bool possible();
   /// Whether the innermost hooks want to see the tensors themselves; not those of torch.utils.checkpoint.
   static bool seen_by_others();
   /// In a call: puts ours in the place of hooks that somebody has pushed since it began, over these. Who pops

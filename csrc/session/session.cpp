@@ -34,10 +34,11 @@ Session::Session(const SessionOptions& options, const Budget& budget, const Hook
       wanted_backend_(backend),
       pinned_copies_(options_.page_locks ? std::make_shared<PinnedCopies>() : nullptr),
       hooks_(hooks),
-      offload_(options_.engine.short_lived_bytes == 0
+      offload_(!budget.activations
                    ? nullptr
-                   : std::make_shared<SavedOffload>(options_.device, options_.engine.short_lived_bytes,
-                                                    options_.activations_folder)),
+                   : std::make_shared<SavedOffload>(
+                         options_.device, *budget.activations, options_.activations_folder,
+                         options_.page_locks, [warn = hooks_.warn](const std::string& said) { warn(said); })),
       table_(new_table()) {
   if (!device().is_cpu()) hear_of_record_stream(device().type());
   const auto plan = std::make_shared<Plan>(budget);
@@ -72,6 +73,7 @@ void Session::close() {
   read_outside_.release_all(dropped.nodes);
   dropped.drop();
   if (abandoned_) return;
+  if (offload_) offload_->finish();
   {
     const std::shared_ptr<const Plan> plan = plan_;
     const py::gil_scoped_release release;
@@ -115,6 +117,7 @@ Stats Session::stats() const {
     stats.offloaded_bytes = offload_->figures().out_bytes;
     stats.restored_bytes += offload_->figures().in_bytes;
     stats.saved_bytes = offload_->figures().peak_bytes;
+    stats.saved_step_bytes = offload_->figures().step_bytes;
   }
   // What the session keeps for itself is not handed out.
   for (const auto& weight : table_->weights()) {

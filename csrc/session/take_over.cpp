@@ -137,6 +137,7 @@ void Session::carry_out(const Draft& draft) {
     draft.plan->gives_way = std::make_unique<GivesWay>(options_.device, draft.plan->engine);
   if (old->engine != draft.plan->engine) counters_.add_counters(old->engine->stats());
   plan_ = draft.plan;
+  if (offload_ && plan_->budget.activations) offload_->set_limit(*plan_->budget.activations);
   streams_any_ = false;
   for (const auto& [weight, unit] : draft.streamed.first) {
     // Masters may have changed while other threads could run.

@@ -68,6 +68,7 @@ Observed observe(const Timeline& timeline, const std::vector<Engine::GroupReport
   Observed observed;
   AccessPattern& pattern = observed.pattern;
   for (const Engine::GroupReport& group : groups) {
+    if (group.short_lived) break;
     pattern.groups.push_back({.bytes = group.bytes, .keep = group.keep, .by_use = group.by_use});
     pattern.copy_bytes.push_back(static_cast<double>(group.master_bytes));
   }
@@ -101,7 +102,8 @@ Observed observe(const Timeline& timeline, const std::vector<Engine::GroupReport
     const Span& span = *spans[i];
     if (span.kind == Span::Kind::wait)
       observed.wait_seconds += seconds_between(span.when.begin, span.when.end);
-    if (span.kind == Span::Kind::use && (pattern.steps.empty() || pattern.steps.back().group != span.group)) {
+    const bool of_weights = span.kind == Span::Kind::use && span.group < pattern.groups.size();
+    if (of_weights && (pattern.steps.empty() || pattern.steps.back().group != span.group)) {
       pattern.steps.push_back({span.group, 0, true});
     }
     const double seconds = computed(span.when.begin, spans[i + 1]->when.begin, waited, wait);

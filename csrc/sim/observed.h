@@ -24,6 +24,9 @@ struct Observed {
 /// Threads that call the model at the same time are one consumer, whose uses are all of theirs in the order
 /// in which they were made: they share the bus and what is on the device. It computes unless all of them
 /// wait. A thread that only fetches for others (autograd's) stands for the caller that waits for it.
+///
+/// Tensors that were saved for backward, and come back beside the weights, have no step of their own: no plan
+/// keeps them.
 Observed observe(const Timeline& timeline, const std::vector<Engine::GroupReport>& groups);
 
 }  // namespace dynswap::sim

@@ -9,7 +9,9 @@
 #include <map>
 #include <optional>
 
+#include "accelerator/torch_stream.h"
 #include "tensor/handed_out.h"
+#include "tensor/leased_storage.h"
 
 namespace dynswap {
 
@@ -24,6 +26,8 @@ void record_stream(at::Tensor& tensor, at::Stream stream) {
   const c10::Storage& storage = tensor.storage();
   if (HandedOut* const record = HandedOut::of(*storage.unsafeGetStorageImpl())) {
     record->record_stream(stream);
+  } else if (Lease* const lease = lease_of(*storage.unsafeGetStorageImpl())) {
+    lease->add_reader(handle_of(stream));
   } else {
     c10::impl::VirtualGuardImpl(stream.device_type()).recordDataPtrOnStream(storage.data_ptr(), stream);
   }

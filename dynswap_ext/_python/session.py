@@ -188,7 +188,9 @@ class Session(Access):
 
     def call_begins(self, module: nn.Module) -> None:
         self._calls += 1
-        self.hooks.call_begins(self, module)
+        # In a backward, checkpointed parts of a forward run again: that is no pass.
+        if self.outdated or torch._C._current_graph_task_id() == -1:
+            self.hooks.call_begins(self, module)
 
     def services(self, module: nn.Module) -> dict[str, Service]:
         state = module.__dict__[STATE_KEY]

@@ -22,6 +22,9 @@ from dynswap_ext.errors import ConfigError
 AUTO: Final = "auto"
 #: The budget that holds no more than what `prefetch` needs.
 MINIMUM: Final = "minimum"
+#: The part of the bound of `activations=` that stays on the device if a step saves more; the rest is for what
+#: is on its way (SavedOffload::make_room in csrc/session/offload.cpp).
+KEPT_OF_BOUND: Final = 0.75
 #: The share of the free memory that an automatic budget takes until activations have been measured.
 _FIRST_SHARE: Final = 0.5
 
@@ -140,6 +143,27 @@ def first_budget(device: torch.device, headroom: int | None = None) -> int:
     """
     free = free_bytes(device)
     return max(1, min(int(_FIRST_SHARE * free), free - (headroom or 0)))
+
+
+def first_activations(device: torch.device) -> int:
+    """Return the bytes for tensors saved for backward until they are measured: a quarter of what is free."""
+    return max(1, int(_FIRST_SHARE * free_bytes(device)) // 2)
+
+
+def share_of_saved(room: int, weights: int, saved: int) -> int:
+    """Return how many of `room` bytes on the device are for what a step saves for backward (`saved` bytes).
+
+    The rest is for weights. If both fit, both stay, and half of what is left is for longer rows. If not,
+    `KEPT_OF_BOUND` of the share stays, and backward has to bring back what did not stay of either, so it
+    hardly matters which. In forward, weights come in while saved tensors go out, both at the same time. What
+    takes longer is the least if as many bytes of weights are away as of saved tensors:
+    ``weights - (room - share) == saved - KEPT_OF_BOUND * share``. Each side gets a sixteenth of the room at
+    least.
+    """
+    if weights + saved <= room:
+        return saved + (room - weights - saved) // 2
+    least = room // 16
+    return min(saved, max(least, min(room - least, int((saved + room - weights) / (1 + KEPT_OF_BOUND)))))
 
 
 def ram_limit() -> int:

@@ -23,6 +23,7 @@ from dynswap_ext._util.memory import MINIMUM, exact_bytes, format_bytes
 from dynswap_ext._util.pictures import check_path
 from dynswap_ext._util.tables import facts_grid, plain_table, write
 from dynswap_ext._util.units import parse_dtype, parse_seconds, show_rate, show_seconds
+from dynswap_ext.cli import plan_training
 from dynswap_ext.errors import ConfigError
 from dynswap_ext.planning import Machine, Plan, PlannedWeight, Prediction
 
@@ -74,6 +75,12 @@ def add_to(commands: Any) -> None:
     add("--memory", help="bandwidth of the device's memory, such as 900GB/s (with a throughput)")
     add("--tokens", type=int, help="rows that a pass multiplies by each matrix (default: 1, or an image's)")
     add("--batch", type=int, help="batch size, which multiplies the tokens (default: 1)")
+    add(
+        "--train",
+        choices=("full", "adapter"),
+        help="also plan a training step of --tokens, of all weights or of an adapter: what it saves for "
+        "backward, and its time. Needs the config.json of a language model of transformers",
+    )
     add("--device", help="cpu, cuda, xpu, ...: measure what is not given, on that device of this machine")
     add(
         "--model",
@@ -112,6 +119,8 @@ def _plan(options: argparse.Namespace) -> int:
     dtype = parse_dtype(options.dtype)
     if options.plot:
         check_path(options.plot)  # before anything is measured
+    if options.train:
+        plan_training.check(options)
     case = _measured(options, dtype) if options.model else _outlined(options, dtype)
     plan = planning.plan(
         case.weights,
@@ -123,10 +132,14 @@ def _plan(options: argparse.Namespace) -> int:
         backend="host" if case.device is not None and case.device.type == "cpu" else "cuda",
     )
     notes = [*_rows_notes(plan, case), *case.notes]
+    training = plan_training.of(options, plan, dtype) if options.train else None
     if options.json:
-        print(json.dumps({**_as_json(plan, case), "notes": notes}, indent=2))
+        more = {} if training is None else {"training": training.as_json()}
+        print(json.dumps({**_as_json(plan, case), **more, "notes": notes}, indent=2))
     else:
         _print(plan, case, options.dtype, notes)
+        if training is not None:
+            write(*training.parts())
     if options.plot:
         written = planning.plot(plan, options.plot, title=case.title)
         print(f"drawn: {written}", file=sys.stderr if options.json else sys.stdout)
@@ -154,7 +167,8 @@ def _outlined(options: argparse.Namespace, dtype: torch.dtype | None) -> _Case:
     notes = found.notes
     values: dict[str, Any] = {"compute_from": "given" if options.compute else source}
     if options.compute is not None and "flop" not in options.compute.lower():
-        _refuse(options, ("tokens", "batch", "memory"), "--compute is the time of a pass, whatever its rows")
+        of_rows = () if options.train else ("tokens", "batch")
+        _refuse(options, (*of_rows, "memory"), "--compute is the time of a pass, whatever its rows")
         weights = planning.spread(found.weights, parse_seconds(options.compute))
         compute = f"{options.compute} a pass (given), spread over the matrices by their size"
     else:

@@ -51,6 +51,8 @@ _EXPERTS: Final = re.compile(r"(^|\.)(experts|ffn_(gate|up|down)_exps)(\.|$)")
 _EXPERT_COUNTS: Final = ("num_local_experts", "num_experts", "n_routed_experts", "num_routed_experts")
 #: Names in configs for the number of experts that a row goes through.
 _ACTIVE_COUNTS: Final = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts")
+#: The name under which transformers knows `_causal_attention`.
+_OUTLINED: Final = "dynswap_outlined"
 #: The most bytes that a config.json may have.
 _LARGEST_CONFIG: Final = 16 << 20
 #: A folder that has files with these endings is a checkpoint.
@@ -179,6 +181,56 @@ def _of_diffusers(library: Any, path: str, content: dict[str, Any]) -> _Describe
     if cls is None or not issubclass(cls, nn.Module):
         raise LookupError(f"it has no model of that name: {content['_class_name']}")
     return init_empty(lambda: cls.from_config(content)), None, []
+
+
+def make_causal_model(path: str | PathLike[str], *, dtype: torch.dtype | None = None) -> nn.Module:
+    """Make the causal language model of a ``config.json`` of transformers, or of the folder with one.
+
+    Its weights are as large as those of the model: make it on the meta device, or of fake tensors. Attention
+    is torch's own with `is_causal`: transformers would make a mask where tensors are fake, but not else.
+
+    Parameters
+    ----------
+    path
+        The file or its folder.
+    dtype
+        The dtype of its weights. Default: that of the config, or float32.
+
+    Raises
+    ------
+    SourceError
+        There is no such file, or it is no config of transformers.
+    ConfigError
+        transformers is not installed, or has no such model.
+    """
+    where = Path(path)
+    where = where / "config.json" if where.is_dir() else where
+    content = _read(where)
+    if "model_type" not in content:
+        raise SourceError(f"{where} is no config of a language model of transformers: it has no model_type")
+
+    def make(library: Any, path: str, content: dict[str, Any]) -> _Described:
+        config = library.AutoConfig.from_pretrained(path, trust_remote_code=False)
+        config.use_cache = False
+        library.AttentionInterface.register(_OUTLINED, _causal_attention)
+        library.AttentionMaskInterface.register(_OUTLINED, lambda *_, **__: None)
+        kept = getattr(config, "dtype", None)
+        wanted = dtype or (kept if isinstance(kept, torch.dtype) else torch.float32)
+        options = {"dtype": wanted, "attn_implementation": _OUTLINED}
+        return library.AutoModelForCausalLM.from_config(config, **options), config, []
+
+    return _described(where, content, "transformers", make)[0]
+
+
+def _causal_attention(
+    _: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *__: Any, **___: Any
+) -> tuple[torch.Tensor, None]:
+    """Return what an attention of transformers does, for tensors of (batch, heads, tokens, width)."""
+    grouped = query.shape[1] != key.shape[1]
+    attended = nn.functional.scaled_dot_product_attention(
+        query, key, value, is_causal=True, enable_gqa=grouped
+    )
+    return attended.transpose(1, 2).contiguous(), None
 
 
 def _of_transformers(library: Any, path: str, content: dict[str, Any]) -> _Described:

@@ -23,6 +23,8 @@ class HostMemory:
     #: What the engine's reads of checkpoint files have brought into the page cache. The system takes it back
     #: when it needs the memory.
     page_cache: int
+    #: Page-locked tensors that were saved for backward (`activations=`).
+    activations: int
     #: How much of `masters` is page-locked in place. It is not counted twice.
     locked: int
     #: All masters: those in RAM, those in files and those that another rank counts.
@@ -32,8 +34,8 @@ class HostMemory:
 
     @property
     def total(self) -> int:
-        """The sum of masters, written pages, copies, staging buffers and page cache."""
-        return self.masters + self.written + self.copies + self.staging + self.page_cache
+        """The sum of masters, written pages, copies, staging buffers, page cache and activations."""
+        return self.masters + self.written + self.copies + self.staging + self.page_cache + self.activations
 
     def __str__(self) -> str:
         """Return the sum and its parts as one line."""
@@ -43,6 +45,7 @@ class HostMemory:
             "page-locked copies": self.copies,
             "staging buffers": self.staging,
             "page cache": self.page_cache,
+            "activations": self.activations,
         }
         made_of = ", ".join(f"{format_bytes(size)} of {use}" for use, size in uses.items() if size)
         times = f", {self.total / self.weights:.2f} x the weights" if self.weights else ""

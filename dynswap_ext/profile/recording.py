@@ -23,6 +23,9 @@ CAUSES: Final = {
     "master changed": "masters that had changed, and were copied again",
 }
 
+#: The name of the row for tensors that have left the device until backward (`install(activations=)`).
+SAVED_TENSORS: Final = "tensors saved for backward"
+
 
 @dataclass(frozen=True)
 class GroupFigures:

@@ -13,7 +13,7 @@ from dynswap_ext._util.name_patterns import key_of, label_of_groups
 from dynswap_ext._util.tables import as_text, plain_table
 from dynswap_ext._util.units import show_budget, show_ns
 from dynswap_ext.profile.host_memory import HostMemory
-from dynswap_ext.profile.recording import CAUSES, GroupFigures
+from dynswap_ext.profile.recording import CAUSES, SAVED_TENSORS, GroupFigures
 from dynswap_ext.profile.shared_out import SharedOut
 from dynswap_ext.profile.stats import Stats
 
@@ -84,6 +84,8 @@ class Report:
     giving_way: str | None = None
     #: The host's RAM that the weights of all installed models take.
     host: HostMemory | None = None
+    #: Bytes of the device for tensors that are saved for backward; None: all of them stay there.
+    activations: int | None = None
     #: What the ranks of `mesh=` save each other; None if none was given, and in pure Python.
     shared_out: SharedOut | None = None
 
@@ -107,7 +109,13 @@ class Report:
             return "nothing has been used yet: run the model, then ask again"
         if not whole:
             return self._without_stall()
-        if all(row.resident for row in rows) and not causes.get("master changed"):
+        for_saved = sum(row.stall_ns for row in rows if _is_of_saved(row))
+        if for_saved > whole // 2 and self.activations is not None:
+            return (
+                f"{_share(for_saved, whole)} of {show_ns(whole)} of waiting was for tensors saved for "
+                f"backward; a larger bound would help (activations, now {format_bytes(self.activations)})"
+            )
+        if all(row.resident for row in rows if not _is_of_saved(row)) and not causes.get("master changed"):
             return (
                 f"every weight stays on the device now: the {show_ns(whole)} of waiting were for their "
                 "copies so far, and a larger budget changes nothing"
@@ -154,6 +162,18 @@ class Report:
         }
         return ", ".join(f"{format_bytes(size)} {way}" for way, size in ways.items() if size)
 
+    def _activations(self) -> str:
+        """Return words for what steps save for backward, and for how much of it leaves the device."""
+        stats = self.stats
+        saves = f"a step saves {format_bytes(stats.saved_step_bytes)}"
+        if not stats.offloaded_bytes:
+            return f"{saves}, and all of it stays on the device"
+        return (
+            f"{saves}; at most {format_bytes(stats.saved_bytes)} were on the device at one time; "
+            f"{format_bytes(stats.offloaded_bytes)} were copied to the host in all, and "
+            f"{format_bytes(stats.restored_bytes)} back"
+        )
+
     def _without_stall(self) -> str:
         waited_for = sum(row.misses + row.late_hits for row in self.rows)
         if not waited_for or not any(row.copies and row.copy_ns is None for row in self.rows):
@@ -173,7 +193,7 @@ class Report:
         of the streamed bytes. The share s / b of them has to stay on the device. If compute is not paced
         evenly, this is a little too little.
         """
-        streamed = sum(row.bytes for row in self.rows if not row.resident)
+        streamed = sum(row.bytes for row in self.rows if not row.resident and not _is_of_saved(row))
         copying = sum((row.copy_ns or 0) - row.causes.get("first use", 0) for row in self.rows)
         share = min(1.0, stalled / copying) if copying > 0 else 1.0
         used = self.stats.resident_bytes + self.stats.arena_bytes
@@ -218,6 +238,8 @@ class Report:
         if moved != decoded:
             stand = f"{format_bytes(moved)} moved stand for {format_bytes(decoded)}"
             notes.append(f"coded: {stand}, {decoded / moved:.2f} x")
+        if self.stats.saved_bytes:
+            notes.append(f"activations: {self._activations()}")
         if self.host is not None and self.host.weights:
             notes.append(f"host RAM: {self.host}")
         if self.shared_out is not None:
@@ -240,6 +262,8 @@ class Report:
         budget = f"budget {show_budget(self.budget, automatic=self.automatic)}"
         if self.automatic and self.headroom is not None:
             budget += f", headroom {format_bytes(self.headroom)}"
+        if self.activations is not None:
+            budget += f", activations {format_bytes(self.activations)}"
         provider = f"{self.stats.provider}/{self.stats.backend} on {self.device}"
         title = f"{provider}, {budget}, prefetch {self.prefetch}"
         table = self.table(collapse=collapse, width=columns)
@@ -274,6 +298,10 @@ class Report:
 
     def __str__(self) -> str:
         return self.text()
+
+
+def _is_of_saved(row: GroupFigures) -> bool:
+    return row.names == (SAVED_TENSORS,)
 
 
 def _cells(label: str, rows: Sequence[GroupFigures]) -> dict[str, str]:

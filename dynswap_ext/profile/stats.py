@@ -67,9 +67,11 @@ class Stats:
     offloaded_bytes: int
     #: Bytes of tensors saved for backward that were brought back.
     restored_bytes: int
-    #: Most bytes of tensors saved for backward that were on the device at one time, with those on their way
-    #: to the host.
+    #: Most bytes of tensors saved for backward that had not left the device yet, or were on their way to the
+    #: host, at one time; not those that came back.
     saved_bytes: int
+    #: Bytes of the tensors that the latest step saved for backward, of those that may leave the device.
+    saved_step_bytes: int
 
     #: All groups of weights in the plan.
     groups: int

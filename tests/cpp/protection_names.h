@@ -92,6 +92,14 @@ inline const char* name_of(Protection protection) {
       return "private_copies";
     case Protection::saved_version_checked:
       return "saved_version_checked";
+    case Protection::saved_after_compute:
+      return "saved_after_compute";
+    case Protection::saved_memory_held:
+      return "saved_memory_held";
+    case Protection::saved_back_after_left:
+      return "saved_back_after_left";
+    case Protection::saved_copies_current:
+      return "saved_copies_current";
     case Protection::capture_refused:
       return "capture_refused";
     case Protection::after_replays:

@@ -5,13 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 import scenarios
+import scenarios_of_training
 import scenarios_of_writes
 import world
 from random_program import random_program
 from world import World
 
 PROGRAMS: dict[str, Callable[[World], None]] = {
-    each.__name__: each for each in (random_program, *scenarios.SCENARIOS, *scenarios_of_writes.SCENARIOS)
+    each.__name__: each
+    for each in (
+        random_program,
+        *scenarios.SCENARIOS,
+        *scenarios_of_writes.SCENARIOS,
+        *scenarios_of_training.SCENARIOS,
+    )
 }
 
 

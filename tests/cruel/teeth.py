@@ -26,6 +26,7 @@ NOT_SEEN = {
     "copy_after_copy": "the backend has one copy stream, whose copies are in order by themselves",
     "arrived_before_inherited": "the backend ends all copies that have been issued before it closes",
     "lease_keeps_resident": "no residents give way here; seen by tests/cpp/test_giving_way_threads.cpp",
+    "saved_back_after_left": "the streams that saved have waited; seen by tests/cpp/test_protections.cpp",
     "changed_not_taken_back": "no residents give way here; seen by tests/cpp/test_giving_way_threads.cpp",
 }
 #: Seconds that one run may take before it counts as hanging.

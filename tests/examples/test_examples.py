@@ -169,6 +169,22 @@ def test_lora(tiny: Path, tmp_path: Path) -> None:
     assert moved(output) > 8
 
 
+@pytest.mark.parametrize("more", [[], ["--gradient-checkpointing"]], ids=["plain", "checkpointing"])
+@pytest.mark.slow
+def test_long_sequences(tiny: Path, tmp_path: Path, more: list[str]) -> None:
+    pytest.importorskip("peft", reason="peft is not installed (pip install -e '.[programs]')")
+    output = run(
+        *("long_sequences.py", tiny / "llama", "--text", tiny / "corpus.txt", "--activations", "256KiB"),
+        *("--activations-folder", tmp_path, "--device", "cpu", "--budget", BUDGET[0]),
+        *("--length", "256", "--steps", "12", "--rate", "0.01", *more),
+        cwd=tmp_path,
+    )
+    assert (tmp_path / "adapter" / "adapter_model.safetensors").exists()
+    assert last_loss(output) < first_loss(output)
+    assert "activations: a step saves " in output
+    assert "were copied to the host in all" in output
+
+
 @pytest.mark.nightly
 def test_finetune_and_generate_with_the_result(tiny: Path, tmp_path: Path) -> None:
     output = run(

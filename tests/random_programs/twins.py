@@ -8,6 +8,7 @@ and its gradients, then go back to the plain masters.
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ OPTIONS: dict[str, Sequence[Any]] = {
     "budget": [None, 0.5, "1GiB", "auto"],
     "prefetch": range(4),
     "host_budget": ["auto", "minimum", "1GiB"],
+    "activations": [None, None, 1, "64KiB"],
 }
 _LOG = os.environ.get("DYNSWAP_PROGRAMS_LOG")
 
@@ -97,6 +99,10 @@ class Twins:
     def installed(self, options: dict[str, Any], what: Any = None) -> dynswap_ext.Handle:
         """Install the model, or `what` instead, with the program's provider."""
         where = {"device": self.provider.device, "provider": self.provider.backend}
+        if not self.provider.native:
+            options = {**options, "activations": None}
+        elif options.get("activations") is not None and self.provider.device.type == "cpu":
+            options = {**options, "activations_folder": tempfile.gettempdir()}
         return dynswap_ext.install(self.model if what is None else what, **{**where, **options})
 
     def fitting(self, options: dict[str, Any], what: Any = None) -> dynswap_ext.Handle:
