@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,22 @@ def test_what_no_page_locked_memory_takes(provider: Provider, folder: bool, tmp_
     assert row.source == ("file" if folder else "RAM")
     assert report.host is not None
     assert report.host.activations == 0
+
+
+def test_an_install_ends_though_its_file_takes_no_more(provider: Provider, tmp_path: Path) -> None:
+    if not provider.native or provider.device.type == "cpu":
+        pytest.skip("on the CPU a tensor is in the file before it leaves")
+    model, moved, x = pair(provider)
+    handle = provider.offload(model, LIMIT, host_budget="minimum", activations_folder=tmp_path)
+    loss = model(x).square().mean()  # some of what it saves is on its way
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    try:
+        handle.uninstall()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    loss.backward()
+    testing.assert_bit_equal(model.gradients(), moved.step(x))
 
 
 def test_page_locked_memory_is_counted_and_given_back(provider: Provider) -> None:

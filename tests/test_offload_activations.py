@@ -43,6 +43,22 @@ def loss_of(model: nn.Module, x: Tensor) -> Tensor:
     return model(x).square().mean()
 
 
+def trains_equally(
+    model: Stack,
+    plain: Stack,
+    x: Tensor,
+    offload: dynswap_ext.ActivationOffloading,
+    called: Any = None,
+) -> None:
+    """Run steps of `model`, or of what calls it, and assert that its gradients are those of `plain`."""
+    for _ in range(3):
+        model.zero_grad()
+        with offload:
+            loss = loss_of(model if called is None else called, x)
+        loss.backward()
+        testing.assert_bit_equal(model.gradients(), plain.step(x))
+
+
 def test_a_plain_model_and_a_loss(native: Provider) -> None:
     _, plain, x = pair(native)
     model = copy.deepcopy(plain)
@@ -132,12 +148,7 @@ def test_with_checkpoints(native: Provider, reentrant: bool) -> None:
     model.forward_of = forward
     x.requires_grad_()
     offload = offloading(native)
-    for _ in range(3):
-        model.zero_grad()
-        with offload:
-            loss = loss_of(model, x)
-        loss.backward()
-        testing.assert_bit_equal(model.gradients(), plain.step(x))
+    trains_equally(model, plain, x, offload)
     stats = offload.stats()
     assert 0 < stats.offloaded_bytes <= 3 * LAYERS * ACTIVATION, "the inputs of the blocks alone"
 
@@ -159,12 +170,7 @@ def test_with_selective_checkpoints(native: Provider) -> None:
     model = copy.deepcopy(plain)
     model.forward_of = forward
     offload = offloading(native)
-    for _ in range(3):
-        model.zero_grad()
-        with offload:
-            loss = loss_of(model, x)
-        loss.backward()
-        testing.assert_bit_equal(model.gradients(), plain.step(x))
+    trains_equally(model, plain, x, offload)
     assert offload.stats().offloaded_bytes > 0
 
 
@@ -300,12 +306,7 @@ def test_compiled_models(native: Provider, backend: str) -> None:
     model = copy.deepcopy(plain)
     compiled = torch.compile(model, backend=backend)
     offload = offloading(native)
-    for _ in range(3):
-        model.zero_grad()
-        with offload:
-            loss = loss_of(compiled, x)
-        loss.backward()
-        testing.assert_bit_equal(model.gradients(), plain.step(x))
+    trains_equally(model, plain, x, offload, compiled)
     assert offload.stats().offloaded_bytes > 0
 
 

@@ -10,6 +10,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <exception>
 #include <utility>
 
 #include "accelerator/capabilities.h"
@@ -264,11 +265,14 @@ void SavedOffload::let_go() {
   }
 }
 
-void SavedOffload::finish() {
+void SavedOffload::finish() noexcept {
   while (!departing_.empty()) {
-    const Departing oldest = take_oldest_departing();
-    const py::gil_scoped_release release;
-    oldest.engine->synchronise(oldest.written);
+    try {
+      const Departing oldest = take_oldest_departing();
+      const py::gil_scoped_release release;
+      oldest.engine->synchronise(oldest.written);
+    } catch (const std::exception&) {  // what its file does not take stays where it is
+    }
   }
 }
 

@@ -37,9 +37,8 @@ struct OffloadedStorage;
 /// - A storage that somebody else still has when backward comes to it (the caller's input, what a module
 ///   keeps) is used as it is. In the next step, what was saved at that place does not move, nor does it
 ///   count, until nobody else has it when backward comes to it.
-/// - Parameters, tensors that are no plain strided memory, and small ones stay. So does what a backward
-/// saves:
-///   what is computed again is needed at once.
+/// - Parameters, tensors that are no plain strided memory, and small ones stay, and so does what a backward
+///   saves: what is computed again is needed at once.
 /// - On the host they lie in page-locked memory, as far as the installs' `host_budget` allows. The rest goes
 ///   to a file, if there is a folder for it, or to pageable memory, and the copies wait for each other.
 /// - Memory is let go after the copy out of it, in the order of the streams that saved it, so that the host
@@ -60,7 +59,7 @@ class SavedOffload : public std::enable_shared_from_this<SavedOffload> {
   /// An outermost call of the model begins: of a step, if nothing is saved.
   void call_begins() noexcept;
   /// Lets go of all that is on its way out; waits for the copies.
-  void finish();
+  void finish() noexcept;
   /// A new plan has another limit.
   void set_limit(std::size_t bytes) noexcept { limit_ = bytes; }
   /// The slowest place of what has left.
