@@ -9,6 +9,7 @@ on the CPU. Only the first rank loads the model. The others make it on the meta 
 from __future__ import annotations
 
 import argparse
+import sys
 from datetime import timedelta
 from pathlib import Path
 
@@ -50,7 +51,7 @@ def main() -> None:
     model.requires_grad_(False).eval()
     shared = dynswap_ext.share_masters(model)
     if rank == 0:
-        print(shared)
+        say(shared)
     mesh = distributed.group.WORLD if options.mesh else None
     handle = dynswap_ext.install(model, device=device, dtype=options.dtype, budget=options.budget, mesh=mesh)
 
@@ -58,14 +59,20 @@ def main() -> None:
         inputs = tokenizer(prompt, return_tensors="pt").to(model.device)
         with torch.inference_mode():
             tokens = model.generate(**inputs, max_new_tokens=options.max_new_tokens, do_sample=False)[0]
-        print(f"[rank {rank}] {tokenizer.decode(tokens, skip_special_tokens=True)}", flush=True)
+        say(f"[rank {rank}] {tokenizer.decode(tokens, skip_special_tokens=True)}")
     distributed.barrier(everyone)  # with --mesh, a rank that has no more prompts brings its parts until then
     if rank == 0 and options.mesh:
-        print(handle.report().shared_out)
+        say(handle.report().shared_out)
     distributed.barrier(everyone)
     handle.uninstall()
     distributed.barrier(everyone)  # a rank that leaves while another still talks to it ends that one
     distributed.destroy_process_group()
+
+
+def say(line: object) -> None:
+    """Write a whole line at once. Ranks share a pipe, and torchrun has `print` write its end by itself."""
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
 
 
 if __name__ == "__main__":
