@@ -5,7 +5,7 @@ are compared with the plain model's, to the bit.
 
 plain          All that the operations save for backward stays.
 save_on_cpu    torch.autograd.graph.save_on_cpu around the step. On the CPU it is a copy in the same memory.
-torchtune      Its OffloadActivations, on a GPU (`pip install torchtune torchao`).
+trl            Its OffloadActivations, which was torchtune's, on a GPU (`pip install trl`).
 checkpoint     torch.utils.checkpoint around each layer: its forward runs twice.
 dynswap        offload_activations() with a bound: to a file on the CPU, to RAM from a GPU.
 both           checkpoint inside offload_activations(): the layers' inputs leave.
@@ -46,7 +46,7 @@ from dynswap_ext._util.units import parse_size
 from dynswap_ext.demo.model import Decoder, DecoderConfig, cache_folder
 
 PLAIN, OURS, BOTH = "plain", "dynswap", "both"
-WAYS = (PLAIN, "save_on_cpu", "torchtune", "checkpoint", OURS, BOTH)
+WAYS = (PLAIN, "save_on_cpu", "trl", "checkpoint", OURS, BOTH)
 
 
 @dataclass(frozen=True)
@@ -84,8 +84,8 @@ def around_step(job: Job) -> tuple[Callable[[], AbstractContextManager[Any]], An
         return lambda: offloading, offloading
     if job.way == "save_on_cpu":
         return lambda: torch.autograd.graph.save_on_cpu(pin_memory=job.device != "cpu"), None
-    if job.way == "torchtune":
-        from torchtune.training import OffloadActivations
+    if job.way == "trl":
+        from trl.models.activation_offloading import OffloadActivations
 
         return OffloadActivations, None
     return contextlib.nullcontext, None
@@ -252,7 +252,7 @@ def main() -> int:
     if not native_available(given.device):
         record.bar("the native provider is left out", 1)
         return record.finish(given.output)
-    wanted = given.only.split(",") if given.only else [way for way in WAYS if cuda or way != "torchtune"]
+    wanted = given.only.split(",") if given.only else [way for way in WAYS if cuda or way != "trl"]
     ways = [way for way in WAYS if way == PLAIN or way in wanted]
     config = DecoderConfig(hidden=hidden, layers=given.layers, vocabulary=8 * hidden)
     given.folder.mkdir(parents=True, exist_ok=True)

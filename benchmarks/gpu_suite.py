@@ -207,6 +207,12 @@ def parts(dry_run: bool, folder: str) -> list[Part]:
             share=60,
             shows=("/ limit", "gradients are right", "/ resident"),
         ),
+        script(
+            "activations",
+            *("--tokens", "4096", "--bound", "1GiB", "--only", "save_on_cpu,trl,dynswap"),
+            share=45,
+            shows=("/ plain", "/ limit", "hits"),
+        ),
         script("access", share=10, shows=("native, copy",)),
         script("install", share=10, shows=("native: us",)),
         memcheck(dry_run),

@@ -95,7 +95,7 @@ def offload_activations(
         An option has a value that cannot be used, the native provider does not serve the device, or the
         device's memory is the host's.
     SourceError
-        In a step: the disk of `activations_folder` is full.
+        In a step: `activations_folder` has no room, or an earlier write there has failed.
 
     Examples
     --------

@@ -100,13 +100,13 @@ class HostBudget(NamedTuple):
     total: int | None = None
     #: Whether masters, or copies of them, are page-locked.
     page_locks: bool = True
-    #: Whether reads of checkpoint files may enter the page cache.
+    #: Whether checkpoint files that are read, and files of saved tensors, may enter the page cache.
     caches: bool = True
     #: The most that may be page-locked, as masters in place and as copies.
     locked: int = sys.maxsize
     #: How much of `locked` may be copies, which devices need for which torch locks nothing in place.
     copies: int = sys.maxsize
-    #: The most that reads of checkpoint files may take of the page cache.
+    #: The most that they may take of the page cache.
     page_cache: int = sys.maxsize
 
 

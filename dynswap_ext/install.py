@@ -106,15 +106,15 @@ def install(
         The most RAM that the weights of all installed models of the process may take together: bytes, a
         string (``"48GiB"``), or a fraction of the RAM that the process may use. These count: masters that are
         in RAM, page-locked copies of them, page-locked tensors that were saved for backward (`activations`),
-        the buffers through which bytes are staged, and the pages of checkpoint files that the engine's reads
-        bring into the system's page cache. Where nothing is left for a copy or for the cache, bytes come by a
-        slower path.
+        the buffers through which bytes are staged, and the pages of the system's page cache that are brought
+        there by the engine's reads of checkpoint files and by writes to `activations_folder`. Where nothing
+        is left for a copy or for the cache, bytes come by a slower path.
         Default, ``"auto"``: masters are page-locked in place, so that an accelerator reads them directly, up
         to four fifths of the RAM that the process may use. On devices for which torch cannot lock them in
         place, page-locked copies take up to half of the free RAM. Weights of files that are read a second
         time enter the page cache where that saves time, up to four fifths of the free RAM.
-        ``"minimum"`` does none of this: masters go through a small pinned buffer, and reads leave the page
-        cache as it is.
+        ``"minimum"`` does none of this: masters go through a small pinned buffer, and files are read and
+        written past the page cache.
         `Handle.report` shows what is taken. The pure-Python provider takes no RAM besides the masters, and
         reads files through mappings, whose pages the system caches.
     provider : {"auto", "native", "python"}

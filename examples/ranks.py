@@ -70,7 +70,7 @@ def main() -> None:
 
 
 def say(line: object) -> None:
-    """Write a whole line at once. Ranks share a pipe, and torchrun has `print` write its end by itself."""
+    """Write a line in one call. Ranks share a pipe, and under torchrun `print` writes the newline apart."""
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import os
 import resource
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import dynswap_ext
@@ -15,6 +20,7 @@ from conftest import Provider
 from dynswap_ext import testing
 from dynswap_ext._host_memory import host_memory
 from dynswap_ext._util.memory import share_of_saved
+from dynswap_ext.errors import SourceError
 from dynswap_ext.profile.recording import SAVED_TENSORS
 from sample_activations import ACTIVATION, LAYERS, LIMIT, Stack, pair
 
@@ -55,13 +61,26 @@ def test_a_recording_has_their_copies(provider: Provider, tmp_path: Path) -> Non
     x = x.double()
     for _ in range(2):
         model.step(x)
+    before = handle.stats().offloaded_bytes
     with handle.record():
         model.step(x)
     taken = handle._recorder.last
     index = next(i for i, group in enumerate(taken.groups) if group.names == (SAVED_TENSORS,))
     assert sum(span.bytes for span in taken.of("copy") if span.group == index) > LAYERS * ACTIVATION
     assert {span.group for span in taken.spans} <= set(range(-1, len(taken.groups)))
+    out = list(taken.of("copy out"))
+    assert {span.group for span in out} == {index}
+    assert all(span.end > span.begin >= taken.begin for span in out)
+    assert sum(span.bytes for span in out) == handle.stats().offloaded_bytes - before
+    assert 0 < max(span.saved_bytes for span in taken.of("use")) <= LIMIT + 2 * ACTIVATION  # one, in float64
     handle.plot(tmp_path / "timeline.png")
+    handle.trace(tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    lanes = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    assert "copy out" in lanes
+    assert max(
+        event["args"]["bytes"] for event in events if event["name"] == SAVED_TENSORS and event["ph"] == "C"
+    )
 
 
 @pytest.mark.parametrize("budget", ["1MiB", "minimum", "auto"])
@@ -101,18 +120,129 @@ def test_what_no_page_locked_memory_takes(provider: Provider, folder: bool, tmp_
     assert report.host.activations == 0
 
 
+def no_room_for_files(model: Stack, provider: Provider) -> int:
+    """Return a `host_budget` that has room only for the masters and for the staging buffers of a device."""
+    return sum(p.nbytes for p in model.parameters()) + (0 if provider.device.type == "cpu" else 64 << 20)
+
+
+@contextmanager
+def no_file_grows() -> Iterator[None]:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+@pytest.mark.parametrize("has", ["room", "ranges"])
+@pytest.mark.parametrize("past", [False, True], ids=["cached", "past the page cache"])
+def test_a_file_that_takes_no_more(provider: Provider, tmp_path: Path, past: bool, has: str) -> None:
+    """A forward raises, names the folder, and nothing is lost: the next step is right."""
+    if not provider.native:
+        pytest.skip("pure Python refuses activations=")
+    on_cpu = provider.device.type == "cpu"
+    if not on_cpu and not past:
+        pytest.skip("without this bound, nothing goes to the file of an accelerator's")
+    model, moved, x = pair(provider)
+    bound = no_room_for_files(model, provider) if past else "auto"
+    handle = provider.offload(model, LIMIT, host_budget=bound, activations_folder=tmp_path)
+    if has == "ranges":  # of the step before, so that writes fail and not what reserves space for them
+        trained(model, moved, x, 2)
+    error = rf"cannot write .* to a file in '{tmp_path}': File too large; make room there"
+    with no_file_grows(), pytest.raises(SourceError, match=error):
+        for _ in range(2):  # in the second forward at the latest: other threads write the file
+            found = model.step(x)
+            testing.assert_bit_equal(found, moved.step(x))
+    trained(model, moved, x, 2)
+    assert handle.stats().restored_bytes > 0
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_backward_has_what_its_file_did_not_take(
+    provider: Provider, tmp_path: Path, use_reentrant: bool
+) -> None:
+    """It is told by the next forward; not by what a backward computes again."""
+    if not provider.native:
+        pytest.skip("pure Python refuses activations=")
+
+    def checkpointed(of: Stack, x: Tensor) -> Tensor:
+        for layer in of.layers:
+            x = x + checkpoint(lambda x, layer=layer: torch.tanh(layer(x)), x, use_reentrant=use_reentrant)
+        return x
+
+    model, moved, x = pair(provider, checkpointed)
+    x.requires_grad_()
+    bound = no_room_for_files(model, provider)
+    provider.offload(model, ACTIVATION, host_budget=bound, activations_folder=tmp_path)
+    trained(model, moved, x, 2)
+    told = 0
+    with no_file_grows():
+        for _ in range(4):
+            model.zero_grad()
+            try:
+                loss = model(x).square().mean()
+            except SourceError:
+                told += 1
+                continue
+            loss.backward()
+            testing.assert_bit_equal(model.gradients(), moved.step(x))
+    assert told > 0
+
+
+@pytest.mark.parametrize("bound", ["minimum", "no room"])
+def test_a_file_goes_past_the_page_cache_that_has_no_room(
+    provider: Provider, tmp_path: Path, bound: str
+) -> None:
+    """A `host_budget` that leaves none for it is kept; what is written is what is read."""
+    if not provider.native:
+        pytest.skip("pure Python refuses activations=")
+    model, moved, x = pair(provider)
+    options = {"host_budget": "minimum" if bound == "minimum" else no_room_for_files(model, provider)}
+    handle = provider.offload(model, LIMIT, activations_folder=tmp_path, **options)
+    trained(model, moved, x, 3)
+    host = handle.report().host
+    assert host is not None
+    assert host.page_cache == 0
+    assert handle.stats().restored_bytes > LAYERS * ACTIVATION
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="Linux tells which files are open")
+def test_the_file_goes_with_the_last_that_needs_it(provider: Provider, tmp_path: Path) -> None:
+    model, moved, x = pair(provider)
+    handle = provider.offload(
+        model, LIMIT, host_budget=no_room_for_files(model, provider), activations_folder=tmp_path
+    )
+
+    def open_files() -> list[str]:
+        found = []
+        for each in Path("/proc/self/fd").iterdir():
+            with suppress(FileNotFoundError):  # the one by which they are listed
+                found.append(os.readlink(each))
+        return [path for path in found if path.startswith(str(tmp_path))]
+
+    trained(model, moved, x, 2)
+    loss = model(x).square().mean()
+    assert open_files()
+    handle.uninstall()
+    assert open_files()
+    model.zero_grad()
+    loss.backward()
+    testing.assert_bit_equal(model.gradients(), moved.step(x))
+    del loss
+    assert not open_files()
+    assert host_memory().page_cache == 0
+    assert not handle.active
+
+
 def test_an_install_ends_though_its_file_takes_no_more(provider: Provider, tmp_path: Path) -> None:
     if not provider.native or provider.device.type == "cpu":
         pytest.skip("on the CPU a tensor is in the file before it leaves")
     model, moved, x = pair(provider)
     handle = provider.offload(model, LIMIT, host_budget="minimum", activations_folder=tmp_path)
     loss = model(x).square().mean()  # some of what it saves is on its way
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
-    try:
+    with no_file_grows():
         handle.uninstall()
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     loss.backward()
     testing.assert_bit_equal(model.gradients(), moved.step(x))
 

@@ -54,6 +54,44 @@ def test_exit_with_tensors_and_graphs_alive(provider: Provider) -> None:
 
 
 @FORKS
+@pytest.mark.parametrize("room", ["cached", "past the page cache"])
+def test_a_child_has_what_was_saved_before_the_fork(provider: Provider, room: str) -> None:
+    """The parent trains on, and writes over nothing that the child may read from the file."""
+    if not provider.native or provider.device.type != "cpu":
+        pytest.skip("a file takes what is saved on the CPU, with the native provider")
+    bound = "'auto'" if room == "cached" else "sum(p.nbytes for p in model.parameters())"
+    done = run(
+        provider,
+        f"""
+        import tempfile
+        torch.set_num_threads(1)  # a child has none of the others
+        handle.uninstall()
+        plain = copy.deepcopy(model)
+        handle = dynswap_ext.install(
+            model, device="cpu", activations=1, activations_folder=tempfile.gettempdir(), host_budget={bound})
+        x = torch.randn(512, 64)
+        expected = torch.autograd.grad(plain(x).tanh().sum(), plain.parameters())
+        loss = model(x).tanh().sum()
+        seen, go = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.read(seen, 1)
+            found = torch.autograd.grad(loss, model.parameters())
+            os._exit(0 if all(map(torch.equal, found, expected)) else 1)
+        for _ in range(3):
+            found = torch.autograd.grad(loss, model.parameters())
+            assert all(map(torch.equal, found, expected))
+            x, loss = 2 * x, model(2 * x).tanh().sum()
+            expected = torch.autograd.grad(plain(x).tanh().sum(), plain.parameters())
+        os.write(go, b"x")
+        assert os.waitpid(child, 0)[1] == 0
+        print("both are right")
+        """,
+    )
+    assert done.stdout == "both are right\n"
+
+
+@FORKS
 def test_a_forked_child_ends_as_usual(provider: Provider) -> None:
     done = run(
         provider,

@@ -221,6 +221,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   /// For what the engine's user enqueues itself: as the backend's.
   EventPtr record(Stream consumer) { return backend_->record(consumer); }
   void wait(Stream consumer, const EventPtr& event) { backend_->wait(consumer, event); }
+  /// Null unless there is a recording.
+  EventPtr mark(Stream consumer) { return recorder_.on() ? backend_->mark(consumer) : nullptr; }
   void synchronise(const EventPtr& event) noexcept { backend_->synchronise(event); }
 
   // engine_short_lived.cpp: Note [Short-lived groups].
@@ -232,6 +234,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void pass_by(WeightId weight, Use use);
   /// The weight may be taken again, as its bytes are needed no more. Leases on it keep what they have.
   void give_back_short_lived(WeightId weight) noexcept;
+  /// For a recording: its bytes were copied away between the marks.
+  void note_copy_out(WeightId weight, EventPtr from, EventPtr to, std::size_t bytes);
   /// How many bytes of short-lived weights are on the device beside the copies.
   void note_kept(std::size_t bytes) noexcept;
 

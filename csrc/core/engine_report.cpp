@@ -93,15 +93,16 @@ void Engine::record(bool on) {
 }
 
 void Engine::note_use(WeightId weight, Stream consumer) {
-  std::size_t bytes = 0;
+  std::size_t bytes = 0, saved = 0;
   GroupId group = 0;
   {
     const std::lock_guard lock(mutex_);
     if (abandoned_ || closed_) return;
     bytes = held_bytes();
+    saved = kept_ + short_lived_now_;
     group = weights_[weight].group;
   }
-  recorder_.used(group, backend_->mark(consumer), bytes);
+  recorder_.used(group, backend_->mark(consumer), bytes, saved);
 }
 
 void Engine::note_pass(Stream consumer) {

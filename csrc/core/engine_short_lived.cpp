@@ -101,6 +101,15 @@ void Engine::give_back_short_lived(WeightId id) noexcept {
   free_retired();
 }
 
+void Engine::note_copy_out(WeightId id, EventPtr from, EventPtr to, std::size_t bytes) {
+  GroupId group = 0;
+  {
+    const std::lock_guard lock(mutex_);
+    group = weights_[id].group;
+  }
+  recorder_.copied_out(group, std::move(from), std::move(to), bytes);
+}
+
 void Engine::note_kept(std::size_t bytes) noexcept {
   const std::lock_guard lock(mutex_);
   kept_ = bytes;

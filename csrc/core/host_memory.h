@@ -13,7 +13,7 @@ enum class HostUse : std::uint8_t {
   locked,      ///< masters that are page-locked where they lie: no RAM of their own, but the system's no more
   copies,      ///< page-locked copies of masters
   staging,     ///< buffers between a disk, or pageable memory, and a device
-  page_cache,  ///< what the system keeps of checkpoint files, because they were read so
+  page_cache,  ///< what the system keeps of files that were read, or written, so
   activations,  ///< page-locked tensors that autograd has saved
 };
 

@@ -62,11 +62,12 @@ enum class Protection : int {
   saved_version_checked,  ///< backward refuses masters that were written since forward
   saved_after_compute,    ///< a tensor that is saved leaves the device after it was computed
   saved_memory_held,      ///< and its memory is not reused before its copy is over
-  saved_back_after_left,  ///< it is brought back once it has arrived on the host
-  saved_copies_current,   ///< what has left stands for views of the bytes that left alone
-  capture_refused,        ///< a slot is not captured by a CUDA graph
-  after_replays,          ///< a resident is written anew after the graphs that were captured over it
-  count                   ///< not a protection: how many there are
+  saved_written_after_copied,  ///< a file is given its bytes once they are in the buffer
+  saved_back_after_left,       ///< it is brought back once it has arrived on the host
+  saved_copies_current,        ///< what has left stands for views of the bytes that left alone
+  capture_refused,             ///< a slot is not captured by a CUDA graph
+  after_replays,               ///< a resident is written anew after the graphs that were captured over it
+  count                        ///< not a protection: how many there are
 };
 
 /// The last Protection that is in the core.

@@ -46,25 +46,40 @@ void Recorder::add(Entry entry) {
 
 void Recorder::copied(std::uint32_t group, EventPtr copy, bool demanded, std::uint64_t bytes) {
   if (!on()) return;
-  add({{Span::Kind::copy, group, {}, {}, demanded, bytes, 0}, nullptr, std::move(copy), {}});
+  add({{.kind = Span::Kind::copy, .group = group, .demanded = demanded, .bytes = bytes},
+       nullptr,
+       std::move(copy),
+       {}});
+}
+
+void Recorder::copied_out(std::uint32_t group, EventPtr from, EventPtr to, std::uint64_t bytes) {
+  if (!on()) return;
+  add({{.kind = Span::Kind::copy_out, .group = group, .bytes = bytes}, std::move(from), std::move(to), {}});
 }
 
 void Recorder::waited(std::uint32_t group, EventPtr from, EventPtr to, Lateness late) {
   if (!on() || !from) return;
-  add({{Span::Kind::wait, group, {}, {}, false, 0, thread_id()},
+  add({{.kind = Span::Kind::wait, .group = group, .thread = thread_id()},
        std::move(from),
        std::move(to),
        std::move(late)});
 }
 
-void Recorder::used(std::uint32_t group, EventPtr at, std::uint64_t held_bytes) {
+void Recorder::used(std::uint32_t group, EventPtr at, std::uint64_t held_bytes, std::uint64_t saved_bytes) {
   if (!on()) return;
-  add({{Span::Kind::use, group, {}, {}, false, held_bytes, thread_id()}, nullptr, std::move(at), {}});
+  add({{.kind = Span::Kind::use,
+        .group = group,
+        .bytes = held_bytes,
+        .saved_bytes = saved_bytes,
+        .thread = thread_id()},
+       nullptr,
+       std::move(at),
+       {}});
 }
 
 void Recorder::pass(EventPtr at) {
   if (!on()) return;
-  add({{Span::Kind::pass, 0, {}, {}, false, 0, thread_id()}, nullptr, std::move(at), {}});
+  add({{.kind = Span::Kind::pass, .thread = thread_id()}, nullptr, std::move(at), {}});
 }
 
 std::vector<EventPtr> Recorder::ends() const {

@@ -16,17 +16,19 @@ namespace dynswap {
 /// One thing that happened.
 struct Span {
   enum class Kind : std::uint8_t {
-    copy,  ///< a group's bytes travelled
-    wait,  ///< a consumer waited for them
-    use,   ///< a consumer had them from here on
-    pass,  ///< the model's call began
+    copy,      ///< a group's bytes travelled
+    copy_out,  ///< a short-lived group's bytes travelled away from the device
+    wait,      ///< a consumer waited for them
+    use,       ///< a consumer had them from here on
+    pass,      ///< the model's call began
   };
   Kind kind = Kind::use;
   std::uint32_t group = 0;
-  Interval when;
+  Interval when{};
   Cause cause = Cause::bus_bound;  ///< wait
   bool demanded = false;           ///< copy: issued when it was needed already
-  std::uint64_t bytes = 0;         ///< copy: that travelled; use: that the engine held on the device
+  std::uint64_t bytes = 0;         ///< that travelled; use: that the engine held on the device
+  std::uint64_t saved_bytes = 0;   ///< use: of tensors saved for backward, on the device
   std::uint64_t thread = 0;        ///< the consumer's
 };
 
@@ -55,9 +57,10 @@ class Recorder {
   void begin();
   void end() noexcept { on_.store(false); }
 
+  void copied_out(std::uint32_t group, EventPtr from, EventPtr to, std::uint64_t bytes);
   void copied(std::uint32_t group, EventPtr copy, bool demanded, std::uint64_t bytes);
   void waited(std::uint32_t group, EventPtr from, EventPtr to, Lateness late);
-  void used(std::uint32_t group, EventPtr at, std::uint64_t held_bytes);
+  void used(std::uint32_t group, EventPtr at, std::uint64_t held_bytes, std::uint64_t saved_bytes);
   void pass(EventPtr at);
 
   /// The ends of what was recorded.
@@ -70,7 +73,7 @@ class Recorder {
 
   struct Entry {
     Span span;
-    EventPtr from, to;  ///< of a copy and of a mark, only `to`
+    EventPtr from, to;  ///< `from`: of a wait and of a copy out
     std::optional<Lateness> late;
   };
   void add(Entry entry);

@@ -27,6 +27,16 @@ bool congruent(std::uint64_t offset, const std::byte* address, std::size_t align
   return (reinterpret_cast<std::uintptr_t>(address) - offset) % alignment == 0;
 }
 
+template <class Write>
+void naming_folder(const std::string& folder, std::uint64_t bytes, const Write& write) {
+  try {
+    write();
+  } catch (const std::system_error& error) {
+    throw SourceError("cannot write " + amount(bytes) + " to a file in '" + folder +
+                      "': " + error.code().message() + "; make room there, or choose another folder");
+  }
+}
+
 std::optional<std::size_t> transfer(const OpenFile& file, std::uint64_t offset,
                                     std::span<const OpenFile::Part> parts) {
   const NoFork no_fork;
@@ -52,38 +62,55 @@ File::File(const std::string& path) : path_(path), file_(path) {
   device_ = status.device;
   modified_ns_ = status.modified_ns;
   admission_ = std::make_unique<Admission>(size_);
-  ask_for_direct_reads();
+  ask_for_direct_transfers();
 }
 
-std::shared_ptr<const File> File::scratch(const std::string& folder) {
+std::shared_ptr<const File> File::scratch(const std::string& folder, Keep keep) {
   try {
-    return std::shared_ptr<const File>(new File(OpenFile::Scratch(), folder));
+    return std::shared_ptr<const File>(new File(OpenFile::Scratch(), folder, keep));
   } catch (const std::system_error& error) {
     throw SourceError("cannot make a file in '" + folder + "': " + error.code().message());
   }
 }
 
-File::File(OpenFile::Scratch scratch, const std::string& folder)
+File::File(OpenFile::Scratch scratch, const std::string& folder, Keep keep)
     : path_(folder),
       file_(scratch, folder),
       size_(std::numeric_limits<std::uint64_t>::max()),
-      scratch_(true),
+      scratch_(keep),
       admission_(std::make_unique<Admission>(0)) {
-  ask_for_direct_reads();
+  ask_for_direct_transfers();
+}
+
+void File::reserve(std::uint64_t offset, std::uint64_t bytes) const {
+  naming_folder(path_, bytes, [&] { file_.reserve(offset, bytes); });
 }
 
 void File::write(std::uint64_t offset, const std::byte* src, std::size_t bytes) const {
-  const NoFork no_fork;
-  try {
-    file_.write(offset, src, bytes);
-  } catch (const std::system_error& error) {
-    throw SourceError("cannot write " + amount(bytes) + " to a file in '" + path_ +
-                      "': " + error.code().message());
-  }
+  naming_folder(path_, bytes, [&] {
+    for (std::size_t done = 0; done < bytes;) done += write_some(offset + done, src + done, bytes - done);
+  });
 }
 
-void File::ask_for_direct_reads() {
-  // Zero: no direct reads. More than a page: a disk that we have no buffers for.
+std::size_t File::write_some(std::uint64_t offset, const std::byte* src, std::size_t bytes) const {
+  if (!writes_directly()) {
+    file_.write(offset, src, bytes);
+    return bytes;
+  }
+  const std::size_t alignment = file_.direct_offset_alignment();
+  const bool in_place = congruent(0, src, file_.direct_memory_alignment()) && bytes >= alignment;
+  thread_local const AlignedBuffer bounce(kBounceBytes);
+  const std::size_t some = in_place ? align_down(bytes, alignment) : std::min(bytes, kBounceBytes);
+  if (!in_place) std::memcpy(bounce.data(), src, some);
+  const std::optional<std::size_t> put =
+      file_.write_direct(offset, in_place ? src : bounce.data(), align_up(some, alignment));
+  if (put) return std::min(*put, some);
+  direct_.store(false, std::memory_order_relaxed);
+  return write_some(offset, src, bytes);
+}
+
+void File::ask_for_direct_transfers() {
+  // Zero: no direct transfers. More than a page: a disk that we have no buffers for.
   const std::size_t memory = file_.direct_memory_alignment(), offsets = file_.direct_offset_alignment();
   direct_ = memory != 0 && memory <= kDirectAlign && offsets <= kDirectAlign;
 }

@@ -24,12 +24,20 @@ class File {
  public:
   /// Throws SourceError that names the file.
   static std::shared_ptr<const File> open(const std::string& path);
-  /// A file without a name in `folder`, for bytes of this process. Throws SourceError that names the folder.
-  static std::shared_ptr<const File> scratch(const std::string& folder);
+  /// A file without a name in `folder`, for bytes of this process. With Keep::no, and where the file system
+  /// can, they are written past the page cache. Throws SourceError that names the folder.
+  static std::shared_ptr<const File> scratch(const std::string& folder, Keep keep);
 
-  /// Writes bytes at `offset`, as far as the page cache; of scratch() alone. Nobody reads them meanwhile.
-  /// Throws SourceError that names the folder (the disk is full).
+  /// Reserves disk space for a range, where the file system can; scratch() files only. Throws SourceError
+  /// that names the folder (the disk is full).
+  void reserve(std::uint64_t offset, std::uint64_t bytes) const;
+  /// Writes bytes at `offset`; scratch() files only. What follows them in their last block of kDirectAlign
+  /// may be overwritten. Nobody reads them meanwhile. Throws SourceError that names the folder.
   void write(std::uint64_t offset, const std::byte* src, std::size_t bytes) const;
+  /// Whether write() goes past the page cache.
+  bool writes_directly() const noexcept {
+    return scratch_ == Keep::no && direct_.load(std::memory_order_relaxed);
+  }
 
   File(const File&) = delete;
   File& operator=(const File&) = delete;
@@ -60,8 +68,8 @@ class File {
 
  private:
   explicit File(const std::string& path);
-  File(OpenFile::Scratch scratch, const std::string& folder);
-  void ask_for_direct_reads();
+  File(OpenFile::Scratch scratch, const std::string& folder, Keep keep);
+  void ask_for_direct_transfers();
 
   enum class ReadPath {
     copy,     ///< from the page cache
@@ -77,6 +85,8 @@ class File {
   std::size_t read_some(std::uint64_t offset, std::byte* dst, std::size_t bytes, ReadPath path) const;
   std::optional<std::size_t> read_direct(std::uint64_t offset, std::byte* dst, std::size_t bytes) const;
   std::optional<std::size_t> read_in_place(std::uint64_t offset, std::byte* dst, std::size_t bytes) const;
+  /// Writes at least one and at most `bytes` bytes, and returns how many.
+  std::size_t write_some(std::uint64_t offset, const std::byte* src, std::size_t bytes) const;
   void check_unchanged(const std::string& who) const;
 
   const std::string path_;
@@ -85,8 +95,8 @@ class File {
   std::uint64_t inode_ = 0;
   std::uint64_t device_ = 0;
   std::int64_t modified_ns_ = 0;
-  const bool scratch_ = false;                ///< this process changes it
-  mutable std::atomic<bool> direct_{false};   ///< direct reads have not been refused yet
+  const std::optional<Keep> scratch_;         ///< set: this process changes it
+  mutable std::atomic<bool> direct_{false};   ///< direct transfers have not been refused yet
   mutable std::atomic<bool> bounded_{false};  ///< what is read ahead would exceed a bound that was named
   std::unique_ptr<Admission> admission_;      ///< shared by all readers; thread-safe
 };

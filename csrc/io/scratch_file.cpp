@@ -19,6 +19,8 @@ std::shared_ptr<const ScratchFile::Range> ScratchFile::take(std::size_t bytes) {
     }
     range->offset = best == free_.end() ? end_ : best->first;
     if (best == free_.end()) {
+      if (keep_ == Keep::yes && !charge_.grow(range->bytes)) return nullptr;
+      file_->reserve(end_, range->bytes);
       end_ += range->bytes;
     } else {
       const std::size_t left = best->second - range->bytes;
@@ -34,6 +36,7 @@ std::shared_ptr<const ScratchFile::Range> ScratchFile::take(std::size_t bytes) {
 
 /// Ranges that meet become one.
 void ScratchFile::give_back(const Range& range) {
+  if (forks() != process_) return;  // a child takes nothing, and may find the list half changed
   const std::lock_guard lock(mutex_);
   auto entry = free_.emplace(range.offset, range.bytes).first;
   if (const auto next = std::next(entry);

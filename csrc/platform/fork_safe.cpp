@@ -11,10 +11,11 @@ std::atomic<bool> renewing{false};
 
 /// Registered when the library is loaded, and so before all other handlers of this library, as those in the
 /// child run in the order of their registration: objects are the parent's from the first of them on.
-[[maybe_unused]] const bool counts_forks = at_fork(nullptr, nullptr, [] {
-  ++fork_count;
-  renewing = false;
-});
+[[maybe_unused]] const bool counts_forks = at_fork([] { ++child_count; }, nullptr,
+                                                   [] {
+                                                     ++fork_count;
+                                                     renewing = false;
+                                                   });
 
 }  // namespace
 

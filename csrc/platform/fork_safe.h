@@ -33,6 +33,7 @@ namespace dynswap {
 namespace fork_detail {
 
 inline std::atomic<unsigned> fork_count{0};
+inline std::atomic<unsigned> child_count{0};
 
 /// Held while a child replaces one of its parent's objects: one at a time.
 class Renewal {
@@ -48,6 +49,10 @@ class Renewal {
 /// How many forks lie between this process and the one that loaded this library. (To ask the kernel for the
 /// process's id takes as long as a system call.)
 inline unsigned forks() noexcept { return fork_detail::fork_count.load(std::memory_order_relaxed); }
+
+/// How many children this process has forked, or is about to. What they share with it, such as the bytes of a
+/// file, they find as it was then if nothing is written over after this has changed.
+inline unsigned children() noexcept { return fork_detail::child_count.load(std::memory_order_relaxed); }
 
 /// A T for each process: in a forked child it is a new one, default-constructed when it is first used, and
 /// the parent's is not destroyed. Thread-safe, as far as T is.

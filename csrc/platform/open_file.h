@@ -36,15 +36,23 @@ class OpenFile {
 
   Status status() const;
 
+  /// Reserves disk space for a range; of a Scratch alone. No effect where the file system cannot.
+  void reserve(std::uint64_t offset, std::uint64_t bytes) const;
+
   /// Writes all bytes; of a Scratch alone. Makes the file longer if need be.
   void write(std::uint64_t offset, const std::byte* src, std::size_t bytes) const;
+
+  /// Writes at least one and at most `bytes` bytes past the page cache; of a Scratch alone. Returns how many;
+  /// nothing if the file system refuses such writes after all.
+  std::optional<std::size_t> write_direct(std::uint64_t offset, const std::byte* src,
+                                          std::size_t bytes) const;
 
   /// Reads at least one and at most `bytes` bytes, through the page cache; returns how many, and 0 at the end
   /// of the file.
   std::size_t read(std::uint64_t offset, std::byte* dst, std::size_t bytes) const;
 
-  /// What reads past the page cache ask of addresses, and of offsets and lengths. Both zero: there are none
-  /// on this file system, and nowhere on Windows.
+  /// What transfers past the page cache ask of addresses, and of offsets and lengths. Both zero: there are
+  /// none on this file system, and nowhere on Windows.
   std::size_t direct_memory_alignment() const noexcept { return memory_alignment_; }
   std::size_t direct_offset_alignment() const noexcept { return offset_alignment_; }
 
@@ -64,10 +72,10 @@ class OpenFile {
   void end_read_ahead() const noexcept;
 
  private:
-  void open_for_direct_reads();
+  void open_for_direct_transfers(int access);
 
   std::intptr_t handle_ = -1;
-  std::intptr_t direct_ = -1;  ///< the same file, for reads past the page cache
+  std::intptr_t direct_ = -1;  ///< the same file, for transfers past the page cache
   std::size_t memory_alignment_ = 0;
   std::size_t offset_alignment_ = 0;
 };

@@ -55,16 +55,16 @@ bool readable_now(int fd, std::uint64_t offset) noexcept {
 OpenFile::OpenFile(const std::string& path) : handle_(::open(path.c_str(), O_RDONLY | O_CLOEXEC)) {
   if (handle_ < 0) fail();
   ::posix_fadvise(descriptor(handle_), 0, 0, POSIX_FADV_SEQUENTIAL);  // longer read-ahead into the page cache
-  open_for_direct_reads();
+  open_for_direct_transfers(O_RDONLY);
 }
 
 OpenFile::OpenFile(Scratch, const std::string& folder)
     : handle_(::open(folder.c_str(), O_TMPFILE | O_RDWR | O_CLOEXEC, S_IRUSR | S_IWUSR)) {
   if (handle_ < 0) fail();
-  open_for_direct_reads();
+  open_for_direct_transfers(O_RDWR);
 }
 
-void OpenFile::open_for_direct_reads() {
+void OpenFile::open_for_direct_transfers(int access) {
   const int fd = descriptor(handle_);
   std::size_t memory_alignment = kUsualAlignment, offset_alignment = kUsualAlignment;
 #ifdef STATX_DIOALIGN
@@ -74,12 +74,12 @@ void OpenFile::open_for_direct_reads() {
     offset_alignment = status.stx_dio_offset_align;
   }
 #endif
-  // Zero: no direct reads on this file system.
+  // Zero: no direct transfers on this file system.
   if (memory_alignment == 0 || offset_alignment == 0) return;
   // Through the descriptor, so that it is the same file even if the name has been given to another.
   std::array<char, 40> self{};
   std::snprintf(self.data(), self.size(), "/proc/self/fd/%d", fd);
-  direct_ = ::open(self.data(), O_RDONLY | O_CLOEXEC | O_DIRECT);
+  direct_ = ::open(self.data(), access | O_CLOEXEC | O_DIRECT);
   if (direct_ < 0) return;
   memory_alignment_ = memory_alignment;
   offset_alignment_ = offset_alignment;
@@ -97,6 +97,13 @@ OpenFile::Status OpenFile::status() const {
           static_cast<std::int64_t>(status.st_mtim.tv_sec) * 1'000'000'000 + status.st_mtim.tv_nsec};
 }
 
+void OpenFile::reserve(std::uint64_t offset, std::uint64_t bytes) const {
+  while (::fallocate(descriptor(handle_), 0, static_cast<off_t>(offset), static_cast<off_t>(bytes)) != 0) {
+    if (errno == EOPNOTSUPP || errno == ENOSYS) return;
+    if (errno != EINTR) fail();
+  }
+}
+
 void OpenFile::write(std::uint64_t offset, const std::byte* src, std::size_t bytes) const {
   while (bytes > 0) {
     const ssize_t put = ::pwrite(descriptor(handle_), src, bytes, static_cast<off_t>(offset));
@@ -105,6 +112,17 @@ void OpenFile::write(std::uint64_t offset, const std::byte* src, std::size_t byt
     offset += static_cast<std::uint64_t>(put);
     src += put;
     bytes -= static_cast<std::size_t>(put);
+  }
+}
+
+std::optional<std::size_t> OpenFile::write_direct(std::uint64_t offset, const std::byte* src,
+                                                  std::size_t bytes) const {
+  for (;;) {
+    const ssize_t put = ::pwrite(descriptor(direct_), src, bytes, static_cast<off_t>(offset));
+    if (put > 0) return static_cast<std::size_t>(put);
+    if (put == 0) errno = EIO;
+    if (errno == EINVAL || errno == EOPNOTSUPP) return std::nullopt;
+    if (errno != EINTR) fail();
   }
 }
 

@@ -58,6 +58,8 @@ OpenFile::OpenFile(Scratch, const std::string& folder) {
   if (handle_of(handle_) == INVALID_HANDLE_VALUE) fail();
 }
 
+void OpenFile::reserve(std::uint64_t, std::uint64_t) const {}
+
 void OpenFile::write(std::uint64_t offset, const std::byte* src, std::size_t bytes) const {
   while (bytes > 0) {
     OVERLAPPED at{};
@@ -73,6 +75,10 @@ void OpenFile::write(std::uint64_t offset, const std::byte* src, std::size_t byt
     src += put;
     bytes -= put;
   }
+}
+
+std::optional<std::size_t> OpenFile::write_direct(std::uint64_t, const std::byte*, std::size_t) const {
+  return std::nullopt;
 }
 
 OpenFile::~OpenFile() { ::CloseHandle(handle_of(handle_)); }

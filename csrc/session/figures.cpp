@@ -49,6 +49,8 @@ const char* name_of(Span::Kind kind) {
   switch (kind) {
     case Span::Kind::copy:
       return "copy";
+    case Span::Kind::copy_out:
+      return "copy out";
     case Span::Kind::wait:
       return "wait";
     case Span::Kind::use:
@@ -138,7 +140,7 @@ py::dict Session::timeline() const {
     const std::size_t report = std::min<std::size_t>(span.group, place.size() - 1);  // the last: short-lived
     const std::int64_t group = span.kind == Span::Kind::pass ? -1 : place[report];
     spans.append(py::make_tuple(name_of(span.kind), group, span.when.begin, span.when.end, detail(span),
-                                span.bytes, span.thread));
+                                span.bytes, span.thread, span.saved_bytes));
   }
   py::dict out;
   out["spans"] = spans;

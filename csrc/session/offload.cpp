@@ -10,6 +10,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <chrono>
 #include <exception>
 #include <utility>
 
@@ -53,15 +54,23 @@ bool is_parameter(const at::Tensor& tensor) {
   return found == 1;
 }
 
+/// Memory that is counted as long as it lives.
+std::shared_ptr<std::byte> counted(std::shared_ptr<std::byte> memory, std::shared_ptr<const void> charge) {
+  std::byte* const begin = memory.get();
+  const std::pair both(std::move(memory), std::move(charge));
+  return {std::make_shared<const decltype(both)>(both), begin};
+}
+
 }  // namespace
 
 SavedOffload::SavedOffload(const at::Device& device, std::size_t limit, const std::string& folder,
-                           bool page_locks, std::function<void(const std::string&)> warn)
+                           bool page_locks, Keep keep, std::function<void(const std::string&)> warn)
     : device_(device),
       limit_(limit),
       least_(std::min(kLeastBytes, limit / kLeastPart)),
       folder_(folder),
       pinned_(!device.is_cpu() && page_locks && has_pinned_memory(device)),
+      keep_(keep),
       warn_(std::move(warn)) {
   if (!device.is_cpu()) out_ = copy_stream(device);
 }
@@ -80,11 +89,17 @@ bool SavedOffload::can_leave(const at::Tensor& tensor) const {
   return Session::serving(base).second == nullptr;
 }
 
-const char* SavedOffload::where() const noexcept { return file_ ? "file" : pinned_ ? "pinned RAM" : "RAM"; }
+const char* SavedOffload::where() const noexcept {
+  return cached_file_ || direct_file_ ? "file" : pinned_ ? "pinned RAM" : "RAM";
+}
 
 std::unique_ptr<Saved> SavedOffload::keep(std::shared_ptr<Engine> engine, const at::Tensor& tensor) {
   // What a backward computes again, it needs at once.
   if (torch::autograd::get_current_graph_task_id() != -1 || capturing(device_)) return nullptr;
+  if (failure_) {
+    while (!buffered_.empty()) take_oldest_buffered();  // what else has failed is told with it
+    std::rethrow_exception(std::exchange(failure_, nullptr));
+  }
   if (!can_leave(tensor)) return nullptr;
   const c10::Storage& storage = tensor.unsafeGetTensorImpl()->unsafe_storage();
   const c10::StorageImpl* const identity = storage.unsafeGetStorageImpl();
@@ -144,21 +159,33 @@ void SavedOffload::make_room() {
   }
 }
 
-/// Room for bytes on the host: see Note [Saved tensors leave the device].
-std::shared_ptr<Source> SavedOffload::place_on_host(std::size_t bytes) {
-  auto source = std::make_shared<Source>();
-  source->name = "a tensor saved for backward";
-  source->count = bytes;
-  source->keep = Keep::no;
-  // As torch's allocator takes it.
-  auto charge = pinned_ ? HostMemory::charge(HostUse::activations, std::bit_ceil(bytes)) : nullptr;
+/// Page-locked memory, a file or pageable memory: Note [Saved tensors leave the device].
+SavedOffload::Place SavedOffload::place_on_host(std::size_t bytes) {
+  Place place;
+  place.source = std::make_shared<Source>();
+  Source& source = *place.source;
+  source.name = "a tensor saved for backward";
+  source.count = bytes;
+  source.keep = Keep::no;
+  const std::size_t taken = std::bit_ceil(bytes);  // by torch's allocator, if it is page-locked
+  const auto charge = pinned_ ? HostMemory::charge(HostUse::activations, taken) : nullptr;
   if (!charge && !folder_.empty()) {
-    if (!file_) file_ = std::make_shared<ScratchFile>(folder_);
-    const auto range = file_->take(bytes);
-    source->file = file_->file();
-    source->offset = range->offset;
-    source->owner = range;
-    return source;
+    const auto take = [&](std::shared_ptr<ScratchFile>& file, Keep keep) {
+      if (!file || file->shared_with_child()) file = std::make_shared<ScratchFile>(folder_, keep);
+      const auto range = file->take(bytes);
+      if (!range) return false;
+      source.file = file->file();
+      source.offset = range->offset;
+      source.owner = range;
+      return true;
+    };
+    if (keep_ == Keep::no || !take(cached_file_, Keep::yes)) take(direct_file_, Keep::no);
+    if (!out_ && !source.file->writes_directly()) return place;
+    place.pinned = pinned_;
+    const auto buffer = std::make_shared<HostMemory::Charge>(HostUse::staging);
+    if (pinned_) buffer->must_grow(taken);
+    place.copy = counted(staging_memory(device_, pinned_, bytes), buffer);
+    return place;
   }
   if (!charge && !std::exchange(said_pageable_, true)) {
     const std::string why =
@@ -167,66 +194,73 @@ std::shared_ptr<Source> SavedOffload::place_on_host(std::size_t bytes) {
           ": each copy is waited for. Give activations_folder=, a folder on a fast disk" +
           (pinned_ ? ", or a larger host_budget" : ""));
   }
-  const std::shared_ptr<std::byte> memory = staging_memory(device_, charge != nullptr, bytes);
-  source->address = memory.get();
-  source->pinned = charge != nullptr;
-  source->owner =
-      std::make_shared<const std::pair<std::shared_ptr<std::byte>, decltype(charge)>>(memory, charge);
-  return source;
+  source.pinned = place.pinned = charge != nullptr;
+  place.copy = counted(staging_memory(device_, place.pinned, bytes), charge);
+  source.address = place.copy.get();
+  source.owner = place.copy;
+  return place;
 }
 
 void SavedOffload::leave(const std::shared_ptr<OffloadedStorage>& storage) {
   const c10::intrusive_ptr<c10::StorageImpl> bytes = storage->held;
   if (bytes->nbytes() != storage->bytes) return;  // somebody resizes it, and brings its bytes back
-  const std::shared_ptr<Source> source = place_on_host(storage->bytes);
+  const Place place = place_on_host(storage->bytes);
   storage->note_versions();
-  if (device_.is_cpu()) {
-    storage->leaving = true;
-    const py::gil_scoped_release release;
-    source->file->write(source->offset, static_cast<const std::byte*>(bytes->data()), storage->bytes);
-  } else {
-    const bool pinned = source->file ? pinned_ : source->pinned;
-    const std::shared_ptr<std::byte> host =
-        source->file ? staging_memory(device_, pinned, storage->bytes)
-                     : std::shared_ptr<std::byte>(source->owner, const_cast<std::byte*>(source->address));
-    const Stream out = handle_of(*out_);
+  const std::shared_ptr<Engine> engine = storage->engine;
+  if (out_) {
     storage->add_reader();  // it may have been used here since
     for (const c10::Stream stream : storage->streams) {
-      if (PROTECTED(saved_after_compute))
-        storage->engine->wait(out, storage->engine->record(handle_of(stream)));
+      if (PROTECTED(saved_after_compute)) engine->wait(handle_of(*out_), engine->record(handle_of(stream)));
     }
-    const auto copy = [&] {
-      torch_calls([&] {
-        const PlainTorch guard;
-        const c10::StreamGuard on_out(*out_);
-        at::from_blob(host.get(), {static_cast<std::int64_t>(storage->bytes)}, at::kByte)
-            .copy_(bytes_of(c10::Storage(bytes)), /*non_blocking=*/pinned);
-      });
-    };
-    if (pinned) {
-      copy();
-    } else {
-      storage->leaving = true;
-      const py::gil_scoped_release release;
-      copy();
-    }
-    storage->written = storage->engine->record(out);
-    departing_.push_back(
-        {bytes, storage->bytes, host, storage->engine, storage->written, storage->streams, storage});
-    storage->departing = true;
-    departing_bytes_ += storage->bytes;
   }
-  storage->host = source;
-  if (device_.is_cpu()) storage->engine->offer(storage->id, source, nullptr);
+  const Stream out = out_ ? handle_of(*out_) : Stream{};
+  const EventPtr from = engine->mark(out);
+  const auto copy = [&] {
+    if (!place.copy) {
+      const auto src = static_cast<const std::byte*>(bytes->data());
+      place.source->file->write(place.source->offset, src, storage->bytes);
+      return;
+    }
+    torch_calls([&] {
+      const PlainTorch guard;
+      const c10::OptionalStreamGuard on_out(out_);
+      at::from_blob(place.copy.get(), {static_cast<std::int64_t>(storage->bytes)}, at::kByte)
+          .copy_(bytes_of(c10::Storage(bytes)), /*non_blocking=*/place.pinned);
+    });
+  };
+  if (place.pinned) {
+    copy();
+  } else {
+    storage->leaving = true;
+    const py::gil_scoped_release release;
+    copy();
+  }
+  storage->written = engine->record(out);
+  if (from) engine->note_copy_out(storage->id, from, engine->mark(out), storage->bytes);
+  storage->host = place.source;
+  storage->copy = place.copy;
+  if (place.copy && place.source->file) {
+    if (!writer_) writer_ = std::make_unique<FileWriter>();
+    const EventPtr copied = PROTECTED(saved_written_after_copied) ? storage->written : nullptr;
+    storage->write = writer_->write(place.source->file, place.source->offset, place.copy, storage->bytes,
+                                    copied, place.source->owner);
+    buffered_.push_back({storage, storage->write, engine, storage->written, storage->bytes});
+    buffered_bytes_ += storage->bytes;
+  }
+  departing_.push_back({bytes, storage->bytes, engine, storage->written, storage->streams, storage});
+  storage->departing = true;
+  departing_bytes_ += storage->bytes;
   left_in_step_ += storage->bytes;
   held_bytes_ -= storage->bytes;
   figures_.out_bytes += storage->bytes;
   storage->held.reset();
+  let_go_of_arrived();
+  while (buffered_bytes_ > limit_ / 4 && buffered_.size() > 1) take_oldest_buffered();
   note_bytes();
 }
 
-/// Takes what leaves longest from the list, and to its file, if it has one. From now on the engine brings it
-/// back: as long as its memory is there, nothing has to.
+/// Takes what has been leaving longest from the list. From now on the engine brings it back: as long as its
+/// memory is there, nothing has to.
 SavedOffload::Departing SavedOffload::take_oldest_departing() {
   Departing oldest = std::move(departing_.front());
   departing_.pop_front();
@@ -236,28 +270,44 @@ SavedOffload::Departing SavedOffload::take_oldest_departing() {
   const c10::impl::VirtualGuardImpl allocator(device_.type());
   for (const c10::Stream stream : oldest.streams)
     allocator.recordDataPtrOnStream(oldest.storage->data_ptr(), stream);
-  const auto storage = oldest.of.lock();
-  if (!storage) return oldest;
-  EventPtr written = oldest.written;
-  if (const SourcePtr source = storage->host; source->file) {
-    try {
-      const py::gil_scoped_release release;
-      oldest.engine->synchronise(oldest.written);
-      source->file->write(source->offset, oldest.host.get(), storage->bytes);
-    } catch (...) {  // it has not left
-      storage->departing = false;
-      storage->held = oldest.storage;
-      held_bytes_ += storage->bytes;
-      throw;
-    }
-    written = nullptr;
+  if (const auto storage = oldest.of.lock()) {
+    storage->departing = false;
+    if (!storage->write) offer(*storage);
   }
-  storage->departing = false;
-  storage->engine->offer(storage->id, storage->host, std::move(written));
   return oldest;
 }
 
-/// Lets go of the memory that leaves longest, in the order of the streams that read it.
+void SavedOffload::offer(OffloadedStorage& storage) {
+  if (std::exchange(storage.offered, true)) return;
+  if (storage.write && (!storage.write->done() || storage.write->error())) {
+    storage.host->file = nullptr;
+    storage.host->offset = 0;
+    storage.host->address = storage.copy.get();
+    storage.host->owner = storage.copy;
+    storage.host->pinned = pinned_;
+  }
+  storage.write = nullptr;
+  storage.copy = nullptr;
+  storage.engine->offer(storage.id, storage.host, storage.written);
+}
+
+void SavedOffload::take_oldest_buffered() {
+  const Buffered oldest = std::move(buffered_.front());
+  buffered_.pop_front();
+  buffered_bytes_ -= oldest.bytes;
+  if (!oldest.write->done()) {
+    const py::gil_scoped_release release;
+    if (!oldest.write->wait(std::chrono::seconds(1))) {  // a device that fails may never copy
+      oldest.engine->synchronise(oldest.copied);
+      if (oldest.copied && !oldest.copied->done()) oldest.write->give_up();
+      static_cast<void>(oldest.write->wait());
+    }
+  }
+  if (const std::exception_ptr error = oldest.write->error()) failure_ = error;
+  if (const auto storage = oldest.of.lock()) offer(*storage);
+}
+
+/// Lets go of the memory that has been leaving longest, in the order of the streams that read it.
 void SavedOffload::let_go() {
   const Departing oldest = take_oldest_departing();
   for (const c10::Stream stream : oldest.streams) {
@@ -266,14 +316,21 @@ void SavedOffload::let_go() {
 }
 
 void SavedOffload::finish() noexcept {
-  while (!departing_.empty()) {
+  while (!departing_.empty() || !buffered_.empty()) {
     try {
+      if (departing_.empty()) {
+        take_oldest_buffered();
+        continue;
+      }
       const Departing oldest = take_oldest_departing();
       const py::gil_scoped_release release;
       oldest.engine->synchronise(oldest.written);
-    } catch (const std::exception&) {  // what its file does not take stays where it is
+    } catch (const std::exception&) {  // a device that fails keeps what it has
     }
   }
+  writer_.reset();
+  cached_file_.reset();
+  direct_file_.reset();
 }
 
 const OffloadedStorage* SavedOffload::newest(const c10::StorageImpl* storage) const {
@@ -297,6 +354,7 @@ void SavedOffload::note_shown(std::shared_ptr<at::Tensor>& kept_by, const at::Te
 void SavedOffload::let_go_of_arrived() {
   while (!departing_.empty() && (!departing_.front().written || departing_.front().written->done()))
     take_oldest_departing();
+  while (!buffered_.empty() && buffered_.front().write->done()) take_oldest_buffered();
 }
 
 void SavedOffload::call_begins() noexcept {
@@ -320,7 +378,7 @@ void SavedOffload::gone(OffloadedStorage& storage) noexcept {
 }
 
 void SavedOffload::note_bytes() noexcept {
-  const std::size_t now = held_bytes_ + departing_bytes_;
+  const std::size_t now = held_bytes_ + departing_bytes_ + (out_ ? 0 : buffered_bytes_);
   if (const auto engine = engine_.lock()) engine->note_kept(now);
   figures_.peak_bytes = std::max<std::uint64_t>(figures_.peak_bytes, now);
 }

@@ -82,6 +82,7 @@ c10::Storage OffloadedStorage::bring(std::thread::id reader) {
     use_here(known);
     return known;
   }
+  offload->offer(*this);
   c10::Storage brought = from_engine(reader);
   if (!brought) {
     brought = without_engine();

@@ -42,12 +42,15 @@ struct OffloadedStorage {
   c10::weak_intrusive_ptr<c10::StorageImpl> original{c10::intrusive_ptr<c10::StorageImpl>()};
   c10::intrusive_ptr<c10::StorageImpl> held;  ///< null once it has left
   std::size_t bytes = 0, index = 0;
-  SourcePtr host;  ///< null: it has not left
-  EventPtr written;
-  std::vector<c10::Stream> streams;  ///< on which its views were saved, or it left
+  std::shared_ptr<Source> host;         ///< null: it has not left
+  std::shared_ptr<std::byte> copy;      ///< its bytes on the host, until `offered`; null: straight in a file
+  std::shared_ptr<PendingWrite> write;  ///< from `copy` to a file, until `offered`; null: none
+  EventPtr written;                     ///< the end of the copy from the device
+  std::vector<c10::Stream> streams;     ///< on which its views were saved, or it left
   /// Version counters of the views that are saved, and their values as the storage left.
   std::vector<std::pair<c10::VariableVersion, std::uint32_t>> versions;
-  bool leaving = false;         ///< its bytes are being written to a file
+  bool leaving = false;         ///< its bytes are being copied, and other threads run
+  bool offered = false;         ///< the engine brings it back from `host`
   bool departing = false;       ///< a copy to the host may be under way
   bool held_elsewhere = false;  ///< it was at its place in the step before: it stays, and does not count
   bool passed = false;          ///< backward has come to it

@@ -34,11 +34,11 @@ Session::Session(const SessionOptions& options, const Budget& budget, const Hook
       wanted_backend_(backend),
       pinned_copies_(options_.page_locks ? std::make_shared<PinnedCopies>() : nullptr),
       hooks_(hooks),
-      offload_(!budget.activations
-                   ? nullptr
-                   : std::make_shared<SavedOffload>(
-                         options_.device, *budget.activations, options_.activations_folder,
-                         options_.page_locks, [warn = hooks_.warn](const std::string& said) { warn(said); })),
+      offload_(!budget.activations ? nullptr
+                                   : std::make_shared<SavedOffload>(
+                                         options_.device, *budget.activations, options_.activations_folder,
+                                         options_.page_locks, options_.keep,
+                                         [warn = hooks_.warn](const std::string& said) { warn(said); })),
       table_(new_table()) {
   if (!device().is_cpu()) hear_of_record_stream(device().type());
   const auto plan = std::make_shared<Plan>(budget);

@@ -20,8 +20,8 @@ class HostMemory:
     copies: int
     #: Buffers through which bytes go from a disk, or from pageable memory, to a device.
     staging: int
-    #: What the engine's reads of checkpoint files have brought into the page cache. The system takes it back
-    #: when it needs the memory.
+    #: What the engine's reads of checkpoint files, and its writes to `activations_folder`, have brought into
+    #: the page cache. The system takes it back when it needs the memory.
     page_cache: int
     #: Page-locked tensors that were saved for backward (`activations=`).
     activations: int

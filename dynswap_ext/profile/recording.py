@@ -23,6 +23,9 @@ CAUSES: Final = {
     "master changed": "masters that had changed, and were copied again",
 }
 
+#: The kinds of spans that are copies: to the device, and away from it.
+COPIES: Final = ("copy", "copy out")
+
 #: The name of the row for tensors that have left the device until backward (`install(activations=)`).
 SAVED_TENSORS: Final = "tensors saved for backward"
 
@@ -78,7 +81,7 @@ class GroupFigures:
 class Lane(NamedTuple):
     """Spans of one kind that do not overlap: one row in a viewer."""
 
-    #: "copy", "copy 2" and so on; or "wait" or "compute" of one thread.
+    #: "copy", "copy 2" and so on, "copy out" likewise; or "wait" or "compute" of one thread.
     kind: str
     #: The name of the thread; empty for copies.
     thread: str
@@ -89,8 +92,8 @@ class Lane(NamedTuple):
 class Span(NamedTuple):
     """One event of a recording. Times are those of ``time.monotonic_ns``."""
 
-    #: "copy" and "wait" take time. "use" (a thread uses a group from now on) and "pass" (a pass begins) are
-    #: moments: they end when they begin.
+    #: "copy", "copy out" (of a tensor that was saved for backward) and "wait" take time. "use" (a thread uses
+    #: a group from now on) and "pass" (a pass begins) are moments: they end when they begin.
     kind: str
     #: An index into the recording's groups; -1 for a pass.
     group: int
@@ -100,10 +103,13 @@ class Span(NamedTuple):
     end: int
     #: For a copy "demanded" or "prefetched", for a wait its cause.
     detail: str
-    #: For a copy the bytes copied; for a use the bytes held on the device at that time.
+    #: For a copy the bytes copied; for a use the bytes of weights held on the device at that time.
     bytes: int
     #: The id of the thread that uses the group; 0 for a copy.
     thread: int
+    #: For a use the bytes of tensors saved for backward on the device at that time, as `activations=` counts
+    #: them.
+    saved_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -133,7 +139,7 @@ class Recording:
         """Yield a span of compute from each use of a group to the thread's next wait or use of another."""
         running: dict[int, Span] = {}
         for span in self.spans:
-            if span.kind == "copy":
+            if span.kind in COPIES:
                 continue
             before = running.pop(span.thread, None)
             if before is not None and span.kind == "use" and span.group == before.group:
@@ -149,19 +155,28 @@ class Recording:
 
     def lanes(self) -> list[Lane]:
         """Return lanes of copies, as few as possible, and for each thread a lane of waits and of compute."""
-        copies: list[list[Span]] = [[]]
-        for span in self.of("copy"):
-            free = next((lane for lane in copies if not lane or lane[-1].end <= span.begin), None)
-            if free is None:
-                copies.append(free := [])
-            free.append(span)
-        lanes = [Lane(f"copy {i}" if i > 1 else "copy", "", lane) for i, lane in enumerate(copies, start=1)]
-        spans = {"wait": list(self.of("wait")), "compute": list(self.compute())}
+        lanes = [
+            Lane(f"{kind} {number}" if number > 1 else kind, "", spans)
+            for kind in COPIES
+            for number, spans in enumerate(_apart(self.of(kind)), start=1)
+        ]
+        of_threads = {"wait": list(self.of("wait")), "compute": list(self.compute())}
         for thread in dict.fromkeys(span.thread for span in self.of("use", "wait")):
             name = self.threads.get(thread, f"thread {thread}")
-            for kind, every in spans.items():
+            for kind, every in of_threads.items():
                 lanes.append(Lane(kind, name, [span for span in every if span.thread == thread]))
         return lanes
+
+
+def _apart(spans: Iterator[Span]) -> list[list[Span]]:
+    """Return spans in lists, as few as possible, in none of which two overlap."""
+    lanes: list[list[Span]] = []
+    for span in spans:
+        free = next((lane for lane in lanes if lane[-1].end <= span.begin), None)
+        if free is None:
+            lanes.append(free := [])
+        free.append(span)
+    return lanes
 
 
 def figures_of(session: Session) -> tuple[GroupFigures, ...]:

@@ -15,11 +15,11 @@ from dynswap_ext._util.pictures import BLACK, BLUE, DASHED, GREEN, ORANGE, PINK,
 from dynswap_ext._util.tables import shortened
 from dynswap_ext._util.units import show_ns
 from dynswap_ext.errors import ConfigError
-from dynswap_ext.profile.recording import CAUSES, Recording, Span
+from dynswap_ext.profile.recording import CAUSES, COPIES, SAVED_TENSORS, Recording, Span
 
 #: Colours of copies and compute, and of waits by cause. Any two that touch can be told apart with every kind
 #: of colour vision (there is a test).
-_PREFETCHED, _DEMANDED, _COMPUTE = "#56B4E9", BLUE, GREEN
+_PREFETCHED, _DEMANDED, _OUT, _COMPUTE = "#56B4E9", BLUE, "#5533CC", GREEN
 _WAIT: Final = dict(zip(CAUSES, ("#C9C9C9", RED, ORANGE, PINK, "#F0E442", BLACK, "#7A1F4B"), strict=True))
 _MEMORY: Final = "#8C8C8C"
 _PASS: Final[dict[str, Any]] = {"color": "#B0B0B0", "linestyle": (0, (1, 2)), "linewidth": 0.9}
@@ -52,7 +52,7 @@ def write_plot(recording: Recording, path: str | PathLike[str], *, budget: int |
 
 def draw(recording: Recording, *, budget: int | None = None) -> Any:
     """Return the picture of a recording, with a line at the budget in bytes, as an object of matplotlib."""
-    if not any(True for _ in recording.of("use")):
+    if not any(True for _ in recording.of("use", *COPIES)):
         raise ConfigError(
             "nothing to draw: no weight was used while it was recorded, except those that need no move"
         )
@@ -76,7 +76,7 @@ class _Picture:
         self._left_out = max(0, len(threads) // 2 - _THREADS)
         self._lanes = [(lane.kind, lane.spans) for lane in lanes if not lane.thread]
         if len(self._lanes) > _COPY_LANES:
-            self._lanes = [("copy", list(recording.of("copy")))]
+            self._lanes = [(kind, list(recording.of(kind))) for kind in COPIES if any(recording.of(kind))]
         for lane in threads[: 2 * _THREADS]:
             of = f" ({shortened(lane.thread, 18)})" if len(threads) > 2 else ""
             self._lanes.append((f"{lane.kind}{of}", lane.spans))
@@ -131,7 +131,7 @@ class _Picture:
         groups = self._recording.groups
         height = max(0.42, 0.5 * len(groups) / _ROWS)
         # Copies are drawn first, because where rows are thin they would hide the rest.
-        copies = [(span, float(span.group)) for span in self._recording.of("copy")]
+        copies = [(span, float(span.group)) for span in self._recording.of(*COPIES)]
         uses = [(span, span.group - height) for span in (*self._compute, *self._recording.of("wait"))]
         self._draw_bars(axes, [*copies, *uses], height)
         axes.set_ylim(len(groups) - 0.4, -0.6)
@@ -145,16 +145,21 @@ class _Picture:
 
     def _draw_memory(self, axes: Any) -> None:
         uses = list(self._recording.of("use"))
-        most = max(1, self._budget or 0, *(span.bytes for span in uses))
+        if not uses:
+            return
+        most = max(1, self._budget or 0, *(span.bytes + span.saved_bytes for span in uses))
         size, unit = pictures.byte_scale(most)
         times = [*(self._at(span.begin) for span in uses), self._at(self._end)]
         held = [span.bytes / size for span in (*uses, uses[-1])]
         axes.fill_between(times, held, step="post", color=_MEMORY, alpha=0.35, linewidth=0)
         axes.step(times, held, where="post", color="#4D4D4D", linewidth=1)
+        if any(span.saved_bytes for span in uses):
+            both = [(span.bytes + span.saved_bytes) / size for span in (*uses, uses[-1])]
+            axes.fill_between(times, held, both, step="post", color=_OUT, alpha=0.35, linewidth=0)
         if self._budget is not None:
             axes.axhline(self._budget / size, **_BUDGET)
         axes.set_ylim(0, most / size * 1.12)
-        axes.set_ylabel(f"weights on\nthe device, {unit}", fontsize=9)
+        axes.set_ylabel(f"on the\ndevice, {unit}", fontsize=9)
 
     def _title(self) -> str:
         passes = len(self._passes)
@@ -184,6 +189,10 @@ class _Picture:
             if copied[what]:
                 label = f"copy, {what}: {format_bytes(copied[what])}\n{when}"
                 entries.append(Patch(color=colour, label=label))
+        left = sum(span.bytes for span in self._recording.of("copy out"))
+        if left:
+            label = f"copy out: {format_bytes(left)}\n{SAVED_TENSORS}"
+            entries.append(Patch(color=_OUT, label=label))
         entries.append(Patch(color=_COMPUTE, label=f"compute: {show_ns(_length(self._compute))}"))
         for cause, colour in _WAIT.items():
             waited = _length(span for span in self._recording.of("wait") if span.detail == cause)
@@ -192,6 +201,8 @@ class _Picture:
                 entries.append(Patch(color=colour, label=label))
         memory: dict[str, Any] = {"facecolor": _MEMORY, "alpha": 0.35, "edgecolor": "#4D4D4D"}
         entries.append(Patch(label="weights on the device", **memory))
+        if any(span.saved_bytes for span in self._recording.of("use")):
+            entries.append(Patch(color=_OUT, alpha=0.35, label=f"{SAVED_TENSORS},\non the device"))
         if self._budget is not None:
             entries.append(Line2D([], [], label=f"budget: {format_bytes(self._budget)}", **_BUDGET))
         if self._passes:
@@ -205,6 +216,8 @@ class _Picture:
 def _colour(span: Span) -> str:
     if span.kind == "copy":
         return _DEMANDED if span.detail == "demanded" else _PREFETCHED
+    if span.kind == "copy out":
+        return _OUT
     return _WAIT[span.detail] if span.kind == "wait" else _COMPUTE
 
 

@@ -23,7 +23,7 @@ from dynswap_ext._util.warn import warn
 from dynswap_ext._util.written_files import check_folder, explained
 from dynswap_ext._version import __version__
 from dynswap_ext.errors import ConfigError
-from dynswap_ext.profile.recording import CAUSES, GroupFigures, Recording, Span
+from dynswap_ext.profile.recording import CAUSES, COPIES, SAVED_TENSORS, GroupFigures, Recording, Span
 
 #: Seconds of three months, as in torch.profiler: Note [The clock of a trace].
 _BASE_STEP_S: Final = 7_889_238
@@ -99,17 +99,25 @@ def _events(recording: Recording, base_ns: int) -> Iterator[dict[str, Any]]:
     for number, span in enumerate(recording.of("pass"), start=1):
         # "s": "p" is a mark across all rows of the process.
         yield {"ph": "i", "s": "p", "name": f"pass {number}", "tid": 0, "ts": at(span.begin), **common}
+    saves = any(span.saved_bytes for span in recording.of("use"))
     for span in recording.of("use"):
         held = {"bytes": span.bytes}
         yield {"ph": "C", "name": "device bytes", "ts": at(span.begin), **common, "args": held}
+        if saves:
+            held = {"bytes": span.saved_bytes}
+            yield {"ph": "C", "name": SAVED_TENSORS, "ts": at(span.begin), **common, "args": held}
 
 
 def _details(span: Span, group: GroupFigures) -> dict[str, Any]:
     details: dict[str, Any] = {"group": span.group, "weights": ", ".join(group.names)}
     if span.kind == "wait":
         details.update({"cause": span.detail, "meaning": CAUSES[span.detail]})
-    if span.kind == "copy":
-        details.update({"bytes": span.bytes, "source": group.source, "issued": span.detail})
+    if span.kind in COPIES:
+        details["bytes"] = span.bytes
+        if span.kind == "copy":
+            details.update({"source": group.source, "issued": span.detail})
+        else:
+            details["to"] = group.source
         if span.end > span.begin:
             details["GB/s"] = round(span.bytes / (span.end - span.begin), 3)
     return details

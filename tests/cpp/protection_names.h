@@ -96,6 +96,8 @@ inline const char* name_of(Protection protection) {
       return "saved_after_compute";
     case Protection::saved_memory_held:
       return "saved_memory_held";
+    case Protection::saved_written_after_copied:
+      return "saved_written_after_copied";
     case Protection::saved_back_after_left:
       return "saved_back_after_left";
     case Protection::saved_copies_current:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from typing import Any
 
 import torch
@@ -50,7 +51,12 @@ def saved_tensors_leave(world: World) -> None:
     twin = testing.moved(model, "cpu", torch.float64)
     # Nearly all leaves, or half of it.
     activations = world.random.choice([1, 10 * ROWS * WIDTH * 8])
-    world.install(model, dtype=torch.float64, budget=RING, activations=activations)
+    options: dict[str, Any] = {"budget": RING, "activations": activations}
+    if world.random.random() < 0.5:  # little page-locked memory for them, or none
+        masters = sum(p.nbytes for p in model.parameters())
+        least = "minimum", masters + (64 << 20) + 4 * ROWS * WIDTH * 8
+        options |= {"host_budget": world.random.choice(least), "activations_folder": tempfile.gettempdir()}
+    world.install(model, dtype=torch.float64, **options)
     for number in range(4):
         x, host = world.numbers(torch.float64, rows=2 * ROWS)
         stream = world.random.choice(world.streams[:1] if number else world.streams)

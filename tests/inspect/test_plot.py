@@ -140,7 +140,8 @@ def test_colours_can_be_told_apart(vision: str) -> None:
         return torch.stack([116 * f[1] - 16, 500 * (f[0] - f[1]), 200 * (f[1] - f[2])])
 
     together = (
-        [timeline._PREFETCHED, timeline._DEMANDED, timeline._COMPUTE],
+        [timeline._PREFETCHED, timeline._DEMANDED, timeline._OUT, timeline._COMPUTE],
+        [timeline._OUT, *timeline._WAIT.values()],
         [timeline._COMPUTE, *timeline._WAIT.values()],
         ["#FFFFFF", *timeline._WAIT.values(), timeline._PREFETCHED],
     )
