@@ -12,7 +12,7 @@ from torch import nn
 
 from dynswap_ext._swap.state import session_of
 from dynswap_ext._util.devices import resolve_device
-from dynswap_ext._util.memory import AUTO, is_named
+from dynswap_ext._util.memory import AUTO, is_named, parse_bytes
 from dynswap_ext.errors import ConfigError
 from dynswap_ext.install import install
 
@@ -110,6 +110,7 @@ def offload_activations(
             f"activations is {activations!r}; expected bytes ('4GiB'), or a fraction of the free memory "
             "(0.5): offload_activations measures nothing"
         )
+    parse_bytes(activations, "activations")  # its error offers no "auto"
     if not isinstance(model, (nn.Module, torch.device, str)):
         raise ConfigError(
             f"model is a {type(model).__name__}; expected a torch.nn.Module, a torch.device or a device's "

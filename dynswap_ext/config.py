@@ -313,12 +313,7 @@ def resolve_budget(given: int | float | str | None, device: torch.device) -> int
     amount = parse_bytes(given, names=(AUTO, MINIMUM), of="the device's free memory")
     if not isinstance(amount, int):
         return max(1, int(amount * free_bytes(device)))
-    if amount < _HARDLY_MEANT:
-        warn(
-            f"the budget is {given!r}, which is {format_bytes(amount)}. Write a size with "
-            "its unit ('6GiB'), or a fraction of the device's free memory as a float or a percentage (0.5; "
-            "1.0 or '100%' is all of it)"
-        )
+    _warn_if_hardly_meant("the budget", given, amount)
     if device.type == "cpu" and amount > (ram := _part_of_all_ram(1)):
         warn(
             f"the budget is {format_bytes(amount)}, and this process may use {format_bytes(ram)} of RAM: if "
@@ -326,6 +321,15 @@ def resolve_budget(given: int | float | str | None, device: torch.device) -> int
             'budget="auto"'
         )
     return amount
+
+
+def _warn_if_hardly_meant(option: str, given: int | float | str, amount: int) -> None:
+    if amount < _HARDLY_MEANT:
+        warn(
+            f"{option} is {given!r}, which is {format_bytes(amount)}. Write a size with its unit ('6GiB'), "
+            "or a fraction of the device's free memory as a float or a percentage (0.5; 1.0 or '100%' is all "
+            "of it)"
+        )
 
 
 def _budget_of(
@@ -374,7 +378,10 @@ def _activations(
     if is_automatic(given):
         return first_activations(device)
     amount = parse_bytes(given, "activations", names=(AUTO,), of="the device's free memory")
-    return max(1, amount if isinstance(amount, int) else int(amount * free_bytes(device)))
+    if isinstance(amount, int):
+        _warn_if_hardly_meant("activations", given, amount)
+        return amount
+    return max(1, int(amount * free_bytes(device)))
 
 
 def _headroom(given: int | float | str, device: torch.device) -> int:
@@ -420,7 +427,7 @@ def _host_budget(given: int | float | str, device: torch.device) -> HostBudget:
             f"host_budget is {given!r}, which is {format_bytes(amount)}; expected a size with its unit "
             "('48GiB'), or a fraction of the RAM"
         )
-    return HostBudget(min(sys.maxsize, amount if isinstance(amount, int) else _part_of_all_ram(amount)))
+    return HostBudget(amount if isinstance(amount, int) else _part_of_all_ram(amount))
 
 
 def refuse_automatic_of_ranks() -> NoReturn:

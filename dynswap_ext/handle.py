@@ -18,8 +18,8 @@ from dynswap_ext._saved_plan import Tuning
 from dynswap_ext._swap.class_swap import take_pending
 from dynswap_ext._swap.compile_support import flush_graphs
 from dynswap_ext.errors import BudgetError, OutOfMemoryError, ShortfallError
-from dynswap_ext.profile.recording import Recorder, figures_of
-from dynswap_ext.profile.report import Report
+from dynswap_ext.profile.recording import Recorder
+from dynswap_ext.profile.report import Report, rows_of
 from dynswap_ext.profile.shared_out import SharedOut
 from dynswap_ext.profile.shortfalls import shortfalls
 from dynswap_ext.profile.stats import Stats
@@ -216,7 +216,7 @@ class Handle:
         install = self._install
         return Report(
             stats=self.stats(),
-            rows=figures_of(install.session),
+            rows=rows_of(install.session),
             device=str(self.device),
             budget=self.budget,
             prefetch=install.options.prefetch,

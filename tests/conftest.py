@@ -111,7 +111,7 @@ class Provider:
         if CODED and self.native:
             code_in_place(model)
         if OFFLOADED and self.native:
-            options.setdefault("activations", 64)
+            options.setdefault("activations", 3e-9)  # some 64 bytes; an amount as small would warn
             if self.device.type == "cpu":
                 options.setdefault("activations_folder", tempfile.gettempdir())
         handle = dynswap_ext.install(model, device=self.device, provider=self.backend, **options)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import tempfile
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -231,6 +232,15 @@ def test_a_budget_of_hardly_any_bytes_gets_a_hint(budget: int | str, said: str) 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         config.resolve(device="cpu", budget=1024)
+    with pytest.warns(DynswapWarning, match=f"activations is {said}.*'6GiB'"):
+        config.resolve(device="cpu", activations=budget, activations_folder=tempfile.gettempdir())
+
+
+def test_more_bytes_than_any_machine_has() -> None:
+    options = config.resolve(
+        device="cpu", host_budget="1e30", activations="1e30", activations_folder=tempfile.gettempdir()
+    )
+    assert options.budget.activations == options.host_budget.total == sys.maxsize
 
 
 def test_a_torch_without_cuda_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

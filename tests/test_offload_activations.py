@@ -293,6 +293,10 @@ def test_wrong_options(provider: Provider) -> None:
     for amount in ("auto", None):
         with pytest.raises(dynswap_ext.ConfigError, match="measures nothing"):
             offloading(provider, limit=amount)  # type: ignore[arg-type]
+    with pytest.raises(
+        dynswap_ext.ConfigError, match=r"'autoo'; expected a number of bytes [^']*.* \(0\.5.*\)$"
+    ):
+        offloading(provider, limit="autoo")
     with pytest.raises(dynswap_ext.ConfigError, match=r"model is a list; expected a torch.nn.Module"):
         dynswap_ext.offload_activations([torch.zeros(3)], "1MiB")  # type: ignore[arg-type]
     with pytest.raises(dynswap_ext.ConfigError, match="nowhere"):

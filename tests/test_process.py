@@ -67,8 +67,9 @@ def test_a_child_has_what_was_saved_before_the_fork(provider: Provider, room: st
         torch.set_num_threads(1)  # a child has none of the others
         handle.uninstall()
         plain = copy.deepcopy(model)
+        folder = tempfile.gettempdir()
         handle = dynswap_ext.install(
-            model, device="cpu", activations=1, activations_folder=tempfile.gettempdir(), host_budget={bound})
+            model, device="cpu", activations=1024, activations_folder=folder, host_budget={bound})
         x = torch.randn(512, 64)
         expected = torch.autograd.grad(plain(x).tanh().sum(), plain.parameters())
         loss = model(x).tanh().sum()

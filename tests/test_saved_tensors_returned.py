@@ -84,10 +84,10 @@ def call(request: pytest.FixtureRequest, provider: Provider) -> Call:
     elif request.param == "offload_activations":
         if not provider.native:
             pytest.skip("pure Python refuses it")
-        offloading = dynswap_ext.offload_activations(provider.device, 1, **folder)
+        offloading = dynswap_ext.offload_activations(provider.device, "1KiB", **folder)
         return offloading(lambda function: function())
     else:
-        provider.offload(model, 1 if request.param == "activations" else "1GiB", dtype=torch.float64)
+        provider.offload(model, "1KiB" if request.param == "activations" else "1GiB", dtype=torch.float64)
     return model
 
 

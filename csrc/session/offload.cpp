@@ -180,7 +180,8 @@ SavedOffload::Place SavedOffload::place_on_host(std::size_t bytes) {
       return true;
     };
     if (keep_ == Keep::no || !take(cached_file_, Keep::yes)) take(direct_file_, Keep::no);
-    if (!out_ && !source.file->writes_directly()) return place;
+    const bool exceeds = held_bytes_ + buffered_bytes_ + bytes > limit_;
+    if (!out_ && (exceeds || !source.file->writes_directly())) return place;
     place.pinned = pinned_;
     const auto buffer = std::make_shared<HostMemory::Charge>(HostUse::staging);
     if (pinned_) buffer->must_grow(taken);

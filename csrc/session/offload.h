@@ -45,7 +45,7 @@ struct OffloadedStorage;
 ///   to a file, if there is a folder for it, or to pageable memory, for whose copies the host waits.
 /// - What goes to a file is copied to a buffer first, and written by other threads. The caller waits for the
 ///   disk once a quarter of the limit lies in buffers. On the CPU, the caller itself writes what the page
-///   cache has room for: that is a copy within the RAM, too.
+///   cache has room for (that is a copy within the RAM, too), and what a buffer would exceed the limit for.
 /// - Memory is let go after the copy out of it, in the order of the streams that saved it, so that the host
 ///   does not wait.
 class SavedOffload : public std::enable_shared_from_this<SavedOffload> {

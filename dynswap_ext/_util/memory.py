@@ -7,6 +7,7 @@ import ctypes
 import math
 import os
 import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
@@ -109,7 +110,7 @@ def parse_bytes(
             f"{option} is {given!r}; expected a number of bytes (6_000_000_000), a string ('6GiB', '512 MB', "
             f"'1.5e9'), or a fraction of {of} over 0 and up to 1.0 (0.5, '50%' or '1/2'){also}{hint}"
         )
-    return given if isinstance(given, int) else int(number)
+    return min(sys.maxsize, given if isinstance(given, int) else int(number))
 
 
 def parse_fraction(text: str) -> Fraction | None:

@@ -8,12 +8,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
+from dynswap_ext._swap.protocol import Session
 from dynswap_ext._util.memory import format_bytes
 from dynswap_ext._util.name_patterns import key_of, label_of_groups
 from dynswap_ext._util.tables import as_text, plain_table
 from dynswap_ext._util.units import show_budget, show_ns
 from dynswap_ext.profile.host_memory import HostMemory
-from dynswap_ext.profile.recording import CAUSES, SAVED_TENSORS, GroupFigures
+from dynswap_ext.profile.recording import CAUSES, SAVED_TENSORS, GroupFigures, figures_of
 from dynswap_ext.profile.shared_out import SharedOut
 from dynswap_ext.profile.stats import Stats
 
@@ -169,7 +170,7 @@ class Report:
         if not stats.offloaded_bytes:
             return f"{saves}, and all of it stays on the device"
         return (
-            f"{saves}; at most {format_bytes(stats.saved_bytes)} were on the device at one time; "
+            f"{saves}; at most {format_bytes(stats.saved_bytes)} had not left at one time; "
             f"{format_bytes(stats.offloaded_bytes)} were copied to the host in all, and "
             f"{format_bytes(stats.restored_bytes)} back"
         )
@@ -298,6 +299,11 @@ class Report:
 
     def __str__(self) -> str:
         return self.text()
+
+
+def rows_of(session: Session) -> tuple[GroupFigures, ...]:
+    """Return the rows of a session's report. Tensors saved for backward have one once they have come back."""
+    return tuple(row for row in figures_of(session) if row.hits or row.misses or not _is_of_saved(row))
 
 
 def _is_of_saved(row: GroupFigures) -> bool:
