@@ -239,8 +239,8 @@ class Handle:
 
         The figures are those since the install, or since `reset_stats`. It is an error if no weight was
         copied or used, if weights took more of the device's memory than the budget or more RAM than
-        `host_budget`, if a slower provider or backend serves the device than was asked for, or if a share
-        below is exceeded.
+        `host_budget` (the page cache left out), if a slower provider or backend serves the device than was
+        asked for, or if a share below is exceeded.
 
         Parameters
         ----------

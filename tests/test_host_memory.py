@@ -69,6 +69,24 @@ def test_a_bound_that_is_exceeded_is_told(provider: Provider, path: Path) -> Non
         handle.check()
 
 
+def test_a_page_cache_that_fills_the_bound_gives_way(provider: Provider, path: Path, tmp_path: Path) -> None:
+    """It has what was left of the bound; what is written later comes on top, and the system makes room."""
+    if provider.device.type != "cpu":
+        pytest.skip("saved tensors are page-locked there, and fill no page cache")
+    model = checkpoint.load(layers, path)
+    bound = LAYER + (1 << 20)
+    handle = provider.offload(model, "1MiB", activations_folder=tmp_path, host_budget=bound, prefetch=0)
+    x = torch.randn(2048, 1024)
+    for _ in range(2):
+        model(x).square().mean().backward()
+    with torch.no_grad():
+        list(model.parameters())[1].add_(1)
+    host = host_of(handle)
+    assert 0 < host.page_cache <= bound < host.total
+    assert host.written >= LAYER
+    handle.check(stalled=None)
+
+
 def test_masters_that_take_more_are_refused(provider: Provider, path: Path) -> None:
     earlier = layers(2)
     before = provider.install(earlier, dtype=torch.float32)
