@@ -48,12 +48,12 @@ std::shared_ptr<PendingWrite> FileWriter::write(std::shared_ptr<const File> file
   static constexpr std::chrono::microseconds kPause{50};
   auto write = std::make_shared<PendingWrite>();
   WorkerPool::Task task;
-  task.run = [write, offset, bytes, ending = ending_, file = std::move(file), src = std::move(src),
+  task.run = [this, write, offset, bytes, file = std::move(file), src = std::move(src),
               after = std::move(after), owner = std::move(owner)] {
     while (after && !after->done()) {
       if (write->given_up_.load(std::memory_order_relaxed))
         return write->end(not_written("the device has failed"));
-      if (ending->load(std::memory_order_relaxed)) return write->end(not_written("its install has ended"));
+      if (ending_.load(std::memory_order_relaxed)) return write->end(not_written("its install has ended"));
       std::this_thread::sleep_for(kPause);
     }
     std::exception_ptr error;

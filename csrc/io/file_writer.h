@@ -44,7 +44,7 @@ class PendingWrite {
 class FileWriter {
  public:
   FileWriter() = default;
-  ~FileWriter() { ending_->store(true, std::memory_order_relaxed); }
+  ~FileWriter() { ending_.store(true, std::memory_order_relaxed); }
   FileWriter(const FileWriter&) = delete;
   FileWriter& operator=(const FileWriter&) = delete;
 
@@ -55,8 +55,8 @@ class FileWriter {
                                       std::shared_ptr<const void> owner);
 
  private:
-  const std::shared_ptr<std::atomic<bool>> ending_ = std::make_shared<std::atomic<bool>>(false);
-  WorkerPool pool_{2};  ///< so that one copies to the page cache while the other waits for the disk
+  std::atomic<bool> ending_{false};
+  WorkerPool pool_{2};  ///< last, as its threads use the above; two, as one may copy while the other waits
 };
 
 }  // namespace dynswap

@@ -19,8 +19,10 @@ std::shared_ptr<const ScratchFile::Range> ScratchFile::take(std::size_t bytes) {
     }
     range->offset = best == free_.end() ? end_ : best->first;
     if (best == free_.end()) {
-      if (keep_ == Keep::yes && !charge_.grow(range->bytes)) return nullptr;
+      auto charge = keep_ == Keep::yes ? HostMemory::charge(HostUse::page_cache, range->bytes) : nullptr;
+      if (keep_ == Keep::yes && !charge) return nullptr;
       file_->reserve(end_, range->bytes);
+      if (charge) charges_.push_back(std::move(charge));
       end_ += range->bytes;
     } else {
       const std::size_t left = best->second - range->bytes;

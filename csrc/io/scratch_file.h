@@ -6,6 +6,7 @@
 #include <map>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "core/host_memory.h"
 #include "io/file.h"
@@ -40,8 +41,8 @@ class ScratchFile : public std::enable_shared_from_this<ScratchFile> {
   const std::shared_ptr<const File> file_;
   Mutex mutex_;
   // LOCK: mutex_
-  std::uint64_t end_ = 0;  ///< bytes
-  HostMemory::Charge charge_{HostUse::page_cache};
+  std::uint64_t end_ = 0;                                           ///< bytes
+  std::vector<std::shared_ptr<const HostMemory::Charge>> charges_;  ///< of what is in the page cache
   std::map<std::uint64_t, std::size_t> free_;  ///< bytes, by the offset of the first; none meets another
 };
 

@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "check.h"
+#include "core/check.h"
 #include "core/host_memory.h"
 #include "forked_child.h"
 #include "io/file_writer.h"
@@ -185,6 +186,9 @@ TEST(file_writer_tells_what_a_file_does_not_take) {
     ::setrlimit(RLIMIT_FSIZE, &none);
     const auto written = write(writer, *file, range, content);
     EXPECT(written->wait());
+    const auto counted = HostMemory::used();
+    EXPECT_THROWS(file->take(content.size()), SourceError);
+    EXPECT(HostMemory::used() == counted);
     ::setrlimit(RLIMIT_FSIZE, &before);
     EXPECT(written->error() != nullptr);
     // The file may be used as before.
